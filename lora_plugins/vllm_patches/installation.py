@@ -20,28 +20,13 @@ def install_resolver(process: Process) -> None:
     if process.is_resolver_registered:
         return
     from lora_plugins.vllm_patches import engine_modules
-    from lora_plugins.vllm_patches.api_server import (
-        adapter_chats,
-        base_serving,
-        error_responses,
-        lora_resolver,
-        openai_serving_models,
-        output_processor,
-        web_application,
-    )
+    from lora_plugins.vllm_patches.api_server import adapter_chats, lora_resolver
     from lora_plugins.vllm_patches.worker import adapter_rows
 
-    for patch in (
-        engine_modules.patch,
-        adapter_rows.patch,
-        openai_serving_models.patch,
-        base_serving.patch,
-        output_processor.patch,
-        adapter_chats.patch,
-        error_responses.patch,
-        web_application.patch,
-    ):
-        patch()
+    engine_modules.patch()
+    adapter_rows.patch()
+    _patch_api_server()
+    adapter_chats.patch()
     lora_resolver.register(process)
     process.is_resolver_registered = True
 
@@ -55,15 +40,7 @@ def install_manager(process: Process) -> None:
     if process.is_manager_patched:
         return
     from lora_plugins.vllm_patches import lora_request
-    from lora_plugins.vllm_patches.api_server import (
-        async_llm,
-        base_serving,
-        error_responses,
-        llm_engine,
-        openai_serving_models,
-        output_processor,
-        web_application,
-    )
+    from lora_plugins.vllm_patches.api_server import async_llm, llm_engine, output_processor
     from lora_plugins.vllm_patches.engine_core import engine_core, pausing, scheduler
     from lora_plugins.vllm_patches.worker import adapter_rows, model_runner, punica_wrapper, worker_base
     from lora_plugins.worker.slot_copy import patch_set_lora
@@ -85,15 +62,25 @@ def install_manager(process: Process) -> None:
         async_llm.patch,  # calls the engine core's utilities
         llm_engine.patch,
         output_processor.patch_requests,
-        output_processor.patch,
-        openai_serving_models.patch,
-        base_serving.patch,
-        error_responses.patch,
-        web_application.patch,
+        _patch_api_server,
     )
     for patch in in_order:
         patch()
     process.is_manager_patched = process.log.waits_for_load = True
+
+
+def _patch_api_server() -> None:
+    """Patch what resolver and manager both need in API servers."""
+    from lora_plugins.vllm_patches.api_server import (
+        base_serving,
+        error_responses,
+        openai_serving_models,
+        output_processor,
+        web_application,
+    )
+
+    for module in (openai_serving_models, base_serving, output_processor, error_responses, web_application):
+        module.patch()
 
 
 def install_kernels(process: Process) -> None:

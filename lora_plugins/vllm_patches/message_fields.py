@@ -2,7 +2,7 @@
 
 Commands ride on the `SchedulerOutput` of the engine core's step to the workers (vllm/v1/core/sched/output.py), and
 reports on their `ModelRunnerOutput` back (vllm/v1/outputs.py, 0.30 to 0.33). vLLM pickles both as plain dataclasses
-without a field for more, so `attach` sets an attribute, and `attached` reads the attribute.
+without a field for more, so `attach_commands` and `attach_reports` set an attribute.
 
 The error that ends a request travels from the engine core to the API server in the request's last `EngineCoreOutput`
 (vllm/v1/engine/__init__.py, 0.30 to 0.33): as JSON in the stop reason, or as a tensor of bytes for a pooling request,
@@ -19,8 +19,8 @@ Why: the client gets our status and text; a part of a request that a pause has a
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from typing import Any
 
 from lora_plugins.errors import LoRAPluginsError, error_of
 from lora_plugins.scheduler.messages import Command, Report
@@ -29,26 +29,8 @@ VERSIONS = "lora_versions"  # in the kv_transfer_params of an output: vLLM passe
 _PREFIX = "lora-plugins:"  # of the stop reason
 
 
-@dataclass(frozen=True, slots=True)
-class StepCommands:
-    """On a `SchedulerOutput`: every worker's commands, in order."""
-
-    commands: tuple[Command, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class StepReports:
-    """On a `ModelRunnerOutput`: jobs that have ended on all workers, and slots that a worker could not write."""
-
-    reports: tuple[Report, ...] = ()
-
-
-T = TypeVar("T", StepCommands, StepReports)
-_NAMES = {StepCommands: "lora_commands", StepReports: "lora_reports"}
-
-
-def attach(output: Any, message: StepCommands | StepReports) -> None:
-    """Attach our message to a message of vLLM.
+def attach_commands(output: Any, commands: Iterable[Command]) -> None:
+    """Attach every worker's commands, in order, to a `SchedulerOutput`.
 
     Touches:
         vllm.v1.core.sched.output: SchedulerOutput{total_num_scheduled_tokens}
@@ -56,14 +38,24 @@ def attach(output: Any, message: StepCommands | StepReports) -> None:
     Why: commands reach every worker with the batch that they are for, and reports the scheduler.
     Until: vLLM has a field for what plugins send along.
     """
-    setattr(output, _NAMES[type(message)], message)
+    output.lora_commands = tuple(commands)
 
 
-def attached(output: Any, kind: type[T]) -> T:
-    """Return our message of type `kind` on a message of vLLM; an empty message where there is none."""
-    # Outputs of vLLM's own making, such as an empty output, lack the attribute.
-    found: T = getattr(output, _NAMES[kind], None) or kind()
-    return found
+def commands_of(output: Any) -> tuple[Command, ...]:
+    """Return the commands on a `SchedulerOutput`; none on an output of vLLM's own making, such as an empty output."""
+    commands: tuple[Command, ...] = getattr(output, "lora_commands", ())
+    return commands
+
+
+def attach_reports(output: Any, reports: Iterable[Report]) -> None:
+    """Attach to a `ModelRunnerOutput` which jobs have ended on all workers, and which slots could not be written."""
+    output.lora_reports = tuple(reports)
+
+
+def reports_of(output: Any) -> tuple[Report, ...]:
+    """Return the reports on a `ModelRunnerOutput`; none on an output of vLLM's own making."""
+    reports: tuple[Report, ...] = getattr(output, "lora_reports", ())
+    return reports
 
 
 def refused_output(request: Any, error: LoRAPluginsError) -> Any:

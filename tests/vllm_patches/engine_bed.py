@@ -28,7 +28,7 @@ from lora_plugins.scheduler.messages import (
 from lora_plugins.vllm_patches.engine_core import engine_planner
 from lora_plugins.vllm_patches.engine_core.request import CLIENT
 from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
-from lora_plugins.vllm_patches.message_fields import StepCommands, StepReports, attach, attached
+from lora_plugins.vllm_patches.message_fields import attach_reports, commands_of
 from testbed.model_kinds import ask_in_this_process
 
 BLOCK = 16
@@ -184,7 +184,7 @@ class Engine:
         """Schedule once; returns the tokens of each request that are computed in this step."""
         output = self.scheduler.schedule()
         self.sent.append(output)
-        self._obey(attached(output, StepCommands).commands)
+        self._obey(commands_of(output))
         self._check_adapters(output)
         self._check_places(output)
         self._under_way.append((output, self._run(output)))
@@ -264,7 +264,7 @@ class Engine:
             sampled.append([5 + (len(name) + of.num_computed_tokens) % 50] if is_done else [])
         made = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
         if self._reports and not self.holds_back:
-            attach(made, StepReports(tuple(self._reports)))
+            attach_reports(made, self._reports)
             self._reports = []
         return made
 

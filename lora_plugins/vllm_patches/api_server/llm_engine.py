@@ -103,16 +103,12 @@ def _explain(output: Any) -> LoRAPluginsError | None:
         # The error's bytes are no embedding.
         output.outputs.data = output.outputs.data[:0]
         if hasattr(output, "error"):
-            output.error = _request_error(error)
+            from vllm.outputs import RequestError
+
+            output.error = RequestError(code=error.code, message=str(error), retryable=error.retry_after_s is not None)
     else:
         for one in output.outputs:
             if error_in(one.stop_reason) is not None:
                 one.stop_reason = str(error)
     logger.warning("Request %s was not answered: %s", output.request_id, error)
     return error
-
-
-def _request_error(error: LoRAPluginsError) -> Any:
-    from vllm.outputs import RequestError
-
-    return RequestError(code=error.code, message=str(error), retryable=error.retry_after_s is not None)

@@ -78,12 +78,11 @@ from lora_plugins.vllm_patches.engine_core.request import (
 )
 from lora_plugins.vllm_patches.message_fields import (
     VERSIONS,
-    StepCommands,
-    StepReports,
     aborted_output,
-    attach,
-    attached,
+    attach_commands,
+    commands_of,
     refused_output,
+    reports_of,
 )
 from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.request_types import is_inplace
@@ -330,7 +329,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self.answer_versions.batch_is_scheduled()
         self._has_scheduled()
         if commands:
-            attach(output, StepCommands(tuple(commands)))
+            attach_commands(output, commands)
         return output
 
     def plan(self) -> list[Command]:
@@ -413,7 +412,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         """Update as vLLM does, with the workers' reports, and errors for requests that were refused."""
         self.answer_versions.batch_is_back(self.requests)
         # Before vLLM takes the step's output: tokens sampled from NaN, or of no weights, must reach no client.
-        reports = attached(model_runner_output, StepReports).reports
+        reports = reports_of(model_runner_output)
         errors = self._errors_of_step(model_runner_output, reports)
         for request in errors:
             self._end_without_tokens(request)
@@ -426,7 +425,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
                 output.kv_transfer_params = (output.kv_transfer_params or {}) | {VERSIONS: versions}
             if output.finish_reason is not None and self._has_ended(output.request_id):
                 self._forget(output.request_id)
-        self.planner.carried_out(attached(scheduler_output, StepCommands).commands)
+        self.planner.carried_out(commands_of(scheduler_output))
         self.planner.reported(reports, now)
         self._answer_refused(outputs)
         self.answer_calls()

@@ -24,7 +24,7 @@ from lora_plugins.process import this_process
 from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.scheduler.messages import Change, Command, Report
 from lora_plugins.vllm_patches.engine_modules import model_of
-from lora_plugins.vllm_patches.message_fields import StepCommands, StepReports, attach, attached
+from lora_plugins.vllm_patches.message_fields import attach_reports, commands_of
 from lora_plugins.vllm_patches.worker import lora_model_runner_mixin, model_runner
 from lora_plugins.vllm_patches.wrapping import wrap
 
@@ -82,7 +82,7 @@ def _execute_model(original: Any, self: Any, scheduler_output: Any) -> Any:
     manager = manager_of(self.worker)
     if manager is None:
         return original(self, scheduler_output)
-    manager.begin_step(attached(scheduler_output, StepCommands).commands)
+    manager.begin_step(commands_of(scheduler_output))
     # Commands come first: the batch may need a slot that this step's commands write.
     output = original(self, scheduler_output)
     has_batch = bool(scheduler_output.total_num_scheduled_tokens)
@@ -117,7 +117,7 @@ def _with_reports(output: Any, reports: list[Report], unconfirmed: _Unconfirmed 
         reports = [*reports, *unconfirmed()]
     if output is EMPTY_MODEL_RUNNER_OUTPUT:
         output = copy.copy(output)  # the empty output is shared
-    attach(output, StepReports(tuple(reports)))
+    attach_reports(output, reports)
     return output
 
 

@@ -1,4 +1,4 @@
-"""StepCommands and reports on vLLM's own worker wrapper, outputs and mixin, with a manager that only notes them."""
+"""Commands and reports on vLLM's own worker wrapper, outputs and mixin, with a manager that only notes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
 from lora_plugins.errors import InvalidSettings, OutOfMemory
 from lora_plugins.scheduler.messages import Activated, Failed
-from lora_plugins.vllm_patches.message_fields import StepCommands, StepReports, attach, attached
+from lora_plugins.vllm_patches.message_fields import attach_commands, reports_of
 from lora_plugins.vllm_patches.worker import worker_base
 from lora_plugins.worker.manager import PlannedWorkerLoRAManager
 from tests.vllm_patches.put_back import put_back
@@ -100,7 +100,7 @@ def batch(*commands: Any, tokens: int = 1) -> SchedulerOutput:
     scheduled = SchedulerOutput.make_empty()
     scheduled.total_num_scheduled_tokens = tokens
     if commands:
-        attach(scheduled, StepCommands(commands))
+        attach_commands(scheduled, commands)
     return scheduled
 
 
@@ -109,14 +109,14 @@ def test_commands_come_before_the_batch_and_reports_with_its_output() -> None:
     found = pickle.loads(pickle.dumps(wrapper(of).execute_model(pickle.loads(pickle.dumps(batch("command"))))))
     assert of.events == ["commands", "batch"]
     assert of.model_runner.lora_manager.commands == ["command"]
-    assert attached(found, StepReports).reports == (REPORT,), "executors pickle both"
+    assert reports_of(found) == (REPORT,), "executors pickle both"
 
 
 def test_vllms_shared_empty_output_is_copied() -> None:
     of = Worker(EMPTY_MODEL_RUNNER_OUTPUT)
     found = wrapper(of).execute_model(batch(tokens=0))
-    assert attached(found, StepReports).reports == (REPORT,)
-    assert attached(EMPTY_MODEL_RUNNER_OUTPUT, StepReports) == StepReports()
+    assert reports_of(found) == (REPORT,)
+    assert reports_of(EMPTY_MODEL_RUNNER_OUTPUT) == ()
     assert found == copy.copy(EMPTY_MODEL_RUNNER_OUTPUT)
     assert of.model_runner.lora_manager.waited_s == [worker_base.EMPTY_STEP_WAIT_S]
 
@@ -131,15 +131,15 @@ def test_an_empty_step_beside_other_ranks_is_short() -> None:
 
 def test_an_output_that_is_made_later_has_the_reports_then() -> None:
     found = wrapper(Worker(MadeLater())).execute_model(batch())
-    assert attached(found, StepReports) == StepReports()
-    assert attached(found.get_output(), StepReports).reports == (REPORT,)
+    assert reports_of(found) == ()
+    assert reports_of(found.get_output()) == (REPORT,)
 
 
 def test_where_tokens_are_sampled_apart_reports_come_with_them() -> None:
     wrapped = wrapper(Worker(None, sampled=output()))
     assert wrapped.execute_model(batch()) is None
     assert wrapped.worker.model_runner.lora_manager.waited_s == []
-    assert attached(wrapped.sample_tokens(None), StepReports).reports == (REPORT,)
+    assert reports_of(wrapped.sample_tokens(None)) == (REPORT,)
 
 
 def writing(of: Worker) -> Worker:
@@ -149,11 +149,11 @@ def writing(of: Worker) -> Worker:
 
 def test_others_lost_slots_come_with_the_batch() -> None:
     wrapped = wrapper(writing(Worker(output())))
-    assert attached(wrapped.execute_model(batch()), StepReports).reports == (REPORT, LOST)
-    assert attached(wrapped.execute_model(batch()), StepReports).reports == (REPORT,)
+    assert reports_of(wrapped.execute_model(batch())) == (REPORT, LOST)
+    assert reports_of(wrapped.execute_model(batch())) == (REPORT,)
     wrapped = wrapper(writing(Worker(None, sampled=output())))
     assert wrapped.execute_model(batch()) is None
-    assert attached(wrapped.sample_tokens(None), StepReports).reports == (REPORT, LOST)
+    assert reports_of(wrapped.sample_tokens(None)) == (REPORT, LOST)
 
 
 def test_others_are_asked_once_the_batch_is_computed() -> None:
@@ -161,15 +161,15 @@ def test_others_are_asked_once_the_batch_is_computed() -> None:
     of = Worker(None)
     of.output = MadeLater(of.events)
     found = wrapper(writing(of)).execute_model(batch())
-    assert attached(found.get_output(), StepReports).reports == (REPORT, LOST)
+    assert reports_of(found.get_output()) == (REPORT, LOST)
     assert of.events == ["commands", "batch", "computed", "lost"]
 
 
 def test_a_step_without_a_batch_leaves_the_question() -> None:
     wrapped = wrapper(writing(Worker(EMPTY_MODEL_RUNNER_OUTPUT)))
-    assert attached(wrapped.execute_model(batch(tokens=0)), StepReports).reports == (REPORT,)
+    assert reports_of(wrapped.execute_model(batch(tokens=0))) == (REPORT,)
     wrapped.worker.output = output()
-    assert attached(wrapped.execute_model(batch()), StepReports).reports == (REPORT, LOST)
+    assert reports_of(wrapped.execute_model(batch())) == (REPORT, LOST)
 
 
 def test_without_lora_outputs_are_vllms_own() -> None:
@@ -177,7 +177,7 @@ def test_without_lora_outputs_are_vllms_own() -> None:
     wrapped = wrapper(Worker(made, sampled=made, lora=False))
     assert wrapped.execute_model(batch()) is made
     assert wrapped.sample_tokens(None) is made
-    assert attached(made, StepReports) == StepReports()
+    assert reports_of(made) == ()
 
 
 def test_methods_of_ours_are_reached_by_name_through_the_wrapper() -> None:
