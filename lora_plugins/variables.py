@@ -80,16 +80,12 @@ def _bytes(text: str) -> int:
     return _accept(value or 0, accepted=value is not None)
 
 
-def _count(text: str) -> int:
-    # Not `int(text)`, which takes "1_000", "+1" and digits of other scripts.
-    return int(_accept(text.strip(), accepted=re.fullmatch("[0-9]{1,6}", text.strip()) is not None))
-
-
 def _labelled(text: str) -> float | Path:
     word = text.strip()
     if word.casefold() == "all":
         return math.inf
-    return _count(word) if word.isdecimal() else _existing_file(word)
+    # `int` alone would take "1_000", "+1" and digits of other scripts.
+    return int(word) if re.fullmatch("[0-9]{1,6}", word) else _existing_file(word)
 
 
 def _path(text: str) -> Path:

@@ -71,10 +71,10 @@ CALLED_BY = {
 PATCHES = (
     Patched(f"{_WRAPPER}init_device", (_WORKER, "_init_device")),
     Patched(f"{_WRAPPER}execute_model", (_WORKER, "_execute_model")),
-    Patched(f"{_WRAPPER}sample_tokens", (_WORKER, "_sampling")),
+    Patched(f"{_WRAPPER}sample_tokens", (_WORKER, "_sample_tokens")),
     Patched(
         "vllm.v1.outputs:AsyncModelRunnerOutput.get_output",
-        (_WORKER, "_reporting.<locals>.get_output"),
+        (_WORKER, "_with_reports.<locals>.<lambda>"),
         by=RUNS[1:],
         instead="vLLM on CPUs schedules V1 step by step: reports are in the output itself",
     ),

@@ -1,8 +1,8 @@
 """The role of this process among several API servers: the leader, which changes the served adapters, or a follower.
 
-`take_role` runs at the start of each API server, before vLLM's table of names has a name. `serve_command.py` has given
-all servers a folder, and vLLM's engine client knows the server's number: number 0 leads. From then on, followers have
-a copy of the leader's table, and call the leader over a socket in the folder (`lifecycle/leader.py`,
+`take_role` runs at the start of each API server, before vLLM's table of names has a name. `several_api_servers.py` has
+given all servers a folder, and vLLM's engine client knows the server's number: number 0 leads. From then on, followers
+have a copy of the leader's table, and call the leader over a socket in the folder (`lifecycle/leader.py`,
 `lifecycle/follower.py`): `_listen` answers their calls, `resolved_by_leader` makes one.
 """
 
@@ -29,8 +29,8 @@ from lora_plugins.lifecycle.leader import Frame, Leader
 from lora_plugins.lifecycle.principal_limits import FollowedRates, Rate, Share
 from lora_plugins.process import Process
 from lora_plugins.vllm_patches.api_server.async_llm import has_planner
-from lora_plugins.vllm_patches.api_server.serve_command import refuse_several, that_changes
 from lora_plugins.vllm_patches.api_server.server_lifecycle import lifecycle_of
+from lora_plugins.vllm_patches.api_server.several_api_servers import refuse_several, that_changes
 from lora_plugins.worker.request_types import is_vllms
 
 # vLLM's load of an API server that accepts no connection (`_NOT_ACCEPTING` in entrypoints/launchers/launcher.py, 0.32).

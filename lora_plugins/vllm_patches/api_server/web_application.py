@@ -15,7 +15,7 @@ from lora_plugins.lifecycle.response import AnswerForAdapters
 from lora_plugins.process import this_process
 from lora_plugins.vllm_patches.api_server.metrics import serve_metrics
 from lora_plugins.vllm_patches.api_server.model_card import add_route
-from lora_plugins.vllm_patches.api_server.serve_command import FOLDER
+from lora_plugins.vllm_patches.api_server.several_api_servers import FOLDER
 from lora_plugins.vllm_patches.wrapping import wrap
 
 

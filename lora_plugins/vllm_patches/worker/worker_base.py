@@ -45,12 +45,9 @@ def patch() -> None:
     wrap(WorkerWrapperBase, "execute_model", _execute_model)
     # Set, not wrapped: vLLM's wrapper has no `sample_tokens`, and passes the name on to its worker by `__getattr__`
     # (vllm/v1/worker/worker_base.py, 0.32).
-    WorkerWrapperBase.sample_tokens = _sampling
-    WorkerBase.lora_plugins_step = _step
-    WorkerBase.lora_plugins_changes = _changes
-    WorkerBase.lora_plugins_forget_given = _forget_given
-    WorkerBase.lora_plugins_finish_jobs = _finish_jobs
-    WorkerBase.lora_plugins_rewrite_slots = _rewrite_slots
+    WorkerWrapperBase.sample_tokens = _sample_tokens
+    for added in (_step, _changes, _forget_given, _finish_jobs, _rewrite_slots):
+        setattr(WorkerBase, f"lora_plugins{added.__name__}", added)
     WorkerBase.get_lora_metrics = _metrics
 
 
@@ -94,7 +91,7 @@ def _execute_model(original: Any, self: Any, scheduler_output: Any) -> Any:
     return _with_reports(output, manager.reports(wait_s), manager.jobs.take_unconfirmed() if has_batch else None)
 
 
-def _sampling(self: Any, grammar_output: Any) -> Any:
+def _sample_tokens(self: Any, grammar_output: Any) -> Any:
     """Call `sample_tokens`, which vLLM's wrapper leaves to the worker, and attach reports."""
     output = self.worker.sample_tokens(grammar_output)
     manager = manager_of(self.worker)
@@ -111,7 +108,8 @@ def _with_reports(output: Any, reports: list[Report], unconfirmed: _Unconfirmed 
     if hasattr(output, "get_output"):  # asynchronous scheduling: made in another thread
         # On the object: `get_output` is called once, and waits for the step's results (`AsyncModelRunnerOutput` in
         # vllm/v1/outputs.py, 0.32).
-        output.get_output = _reporting(output.get_output, reports, unconfirmed)
+        get_output = output.get_output
+        output.get_output = lambda: _with_reports(get_output(), reports, unconfirmed)
         return output
     if unconfirmed is not None:
         reports = [*reports, *unconfirmed()]
@@ -119,13 +117,6 @@ def _with_reports(output: Any, reports: list[Report], unconfirmed: _Unconfirmed 
         output = copy.copy(output)  # the empty output is shared
     attach_reports(output, reports)
     return output
-
-
-def _reporting(original: Any, reports: list[Report], unconfirmed: _Unconfirmed) -> Any:
-    def get_output() -> Any:
-        return _with_reports(original(), reports, unconfirmed)
-
-    return get_output
 
 
 # `self` is a worker; `collective_rpc` calls these functions by their names.

@@ -24,7 +24,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.lifecycle.leader import SOCKET
 from lora_plugins.settings import Settings
-from lora_plugins.vllm_patches.api_server import serve_command
+from lora_plugins.vllm_patches.api_server import serve_command, several_api_servers
 from testbed.forking_vllm import run_forked, run_script
 from testbed.server import outer_environment
 
@@ -97,7 +97,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool | None, boo
     seen: list[tuple[int, bool | None, bool]] = []
 
     def start(args: Any) -> None:
-        folder = getattr(args, serve_command.FOLDER, None)
+        folder = getattr(args, several_api_servers.FOLDER, None)
         is_there = None if folder is None else Path(folder).is_dir()
         seen.append((args.api_server_count, is_there, cli.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING))
 
@@ -128,7 +128,7 @@ def test_a_follower_that_serves_dies_alone(
         for process in processes:
             process.start()
         if is_started:
-            (Path(getattr(args, serve_command.FOLDER)) / f"serves-{processes[dying].pid}").touch()
+            (Path(getattr(args, several_api_servers.FOLDER)) / f"serves-{processes[dying].pid}").touch()
         leaves = threading.Timer(1, processes[0].terminate)
         leaves.start()
         try:
@@ -166,7 +166,7 @@ def test_several_servers_get_a_folder_and_may_update(
     cli.run_multi_api_server(servers(1))
     cli.run_multi_api_server(several)
     assert started == [(1, None, True), (2, True, False)], "vLLM's command refuses updating with several"
-    folder = Path(getattr(several, serve_command.FOLDER))
+    folder = Path(getattr(several, several_api_servers.FOLDER))
     assert not folder.exists(), "it is removed at the end"
     assert len(str(folder / SOCKET)) < 107, "the path of a socket"
     assert cli.envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
