@@ -34,7 +34,7 @@ def _register_sources(plugin: str) -> None:
         for source in sources_of(plugin, process.settings, process.may_lead):
             installation.install_resolver(process)
             process.add_source(source)
-            _set_environment()
+            ray_environment.patch()
     elif plugin in _BUILTINS:
         lora_resolver.builtin(*_BUILTINS[plugin])()
 
@@ -50,7 +50,7 @@ def register_lru_manager() -> None:
     """
     if named_in_environment(MANAGER):
         installation.install_manager(_checked_process())
-        _set_environment()
+        ray_environment.patch()
 
 
 def register_kernels() -> None:
@@ -61,7 +61,7 @@ def register_kernels() -> None:
     """
     if named_in_environment(KERNELS):
         installation.install_kernels(_checked_process())
-        _set_environment()
+        ray_environment.patch()
 
 
 def register_admin() -> None:
@@ -139,12 +139,6 @@ def _warn_of_misspellings() -> None:
     if any(unknown_plugins(environment(), (*OURS, EVERYTHING), only_ours=True)):
         for finding in unknown_plugins(environment(), discovered_plugins(), only_ours=True):
             logger.warning("%s", finding)
-
-
-def _set_environment() -> None:
-    """Pass our settings to processes that Ray starts, but for settings that only an API server needs."""
-    ray_environment.name_our_variables()
-    ray_environment.keep_keys_from_workers()
 
 
 # At import: before any of our functions can raise.

@@ -21,13 +21,12 @@ _BY_TOKENS = (
     *(f"{_V1}{name}." for name in ("example_connector", "hf3fs", "lmcache_connector", "lmcache_mp_connector")),
     *(f"{_V1}flexkv_connector.", "flexkv.", "lmcache."),
 )
-_BY_BLOCK_HASHES = tuple(
-    f"{_V1}{name}." for name in ("offloading_connector", "simple_cpu_offload_connector", "mooncake.store", "umbp")
-)
-# Blocks of one request, or none.
-_BY_REQUESTS = tuple(
+_SAFE = tuple(
     f"{_V1}{name}."
     for name in (
+        # By vLLM's block hashes.
+        "offloading_connector", "simple_cpu_offload_connector", "mooncake.store", "umbp",
+        # Blocks of one request, or none.
         "nixl", "moriio", "mooncake.mooncake_connector", "hisparse", "decode_bench_connector",
         "example_hidden_states_connector", "multi_connector",
     )
@@ -36,7 +35,7 @@ _BY_REQUESTS = tuple(
 
 def is_known(kind: type) -> bool:
     """Return whether we have read how a class of connectors finds blocks, or a class that it is made of."""
-    return _is_of(kind, _BY_TOKENS + _BY_BLOCK_HASHES + _BY_REQUESTS)
+    return _is_of(kind, _BY_TOKENS + _SAFE)
 
 
 def judge(config: Any) -> None:

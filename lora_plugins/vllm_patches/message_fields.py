@@ -58,32 +58,20 @@ def reports_of(output: Any) -> tuple[Report, ...]:
     return reports
 
 
-def refused_output(request: Any, error: LoRAPluginsError) -> Any:
-    """Return the last output of a request, which ends with `error`; vLLM's `EngineCoreOutput`."""
+def last_output(request: Any, error: LoRAPluginsError | None) -> Any:
+    """Return vLLM's `EngineCoreOutput` that ends a request with an error; without one, an abort by a pause."""
     from vllm.v1.engine import EngineCoreOutput, FinishReason
     from vllm.v1.request import RequestStatus
 
-    # vLLM turns FINISHED_ERROR into `FinishReason.ERROR`, for which its API server raises: no short text goes out.
-    request.status = RequestStatus.FINISHED_ERROR
+    if error is not None:
+        request.status = RequestStatus.FINISHED_ERROR
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],
-        pooling_output=None if request.pooling_params is None else error_tensor(error),
-        finish_reason=FinishReason.ERROR,
-        stop_reason=stop_reason(error),
-        events=request.take_events(),
-        trace_headers=request.trace_headers,
-    )
-
-
-def aborted_output(request: Any) -> Any:
-    """Return the last output of a part of a client's request that a pause has aborted; vLLM's `EngineCoreOutput`."""
-    from vllm.v1.engine import EngineCoreOutput, FinishReason
-
-    return EngineCoreOutput(
-        request_id=request.request_id,
-        new_token_ids=[],
-        finish_reason=FinishReason.ABORT,
+        pooling_output=None if error is None or request.pooling_params is None else error_tensor(error),
+        # For `FinishReason.ERROR`, vLLM's API server raises: no short text goes out.
+        finish_reason=FinishReason.ABORT if error is None else FinishReason.ERROR,
+        stop_reason=None if error is None else stop_reason(error),
         events=request.take_events(),
         trace_headers=request.trace_headers,
     )

@@ -16,7 +16,15 @@ from lora_plugins.vllm_patches.wrapping import wrap
 _COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
-def name_our_variables() -> None:
+def patch() -> None:
+    """Have processes that Ray starts get the workers' variables, and no others; a second call changes nothing."""
+    from vllm.v1.executor import ray_env_utils
+
+    _name_our_variables()
+    wrap(ray_env_utils, "get_driver_env_vars", _get_driver_env_vars)
+
+
+def _name_our_variables() -> None:
     """Add the workers' variables to vLLM's list; a user's names stay, but for secrets of API servers.
 
     Touches: vllm.ray.ray_env: get_env_vars_to_copy(exclude_vars, additional_vars, destination)
@@ -29,13 +37,6 @@ def name_our_variables() -> None:
     # Set only if changed: vLLM starts processes with this environment, and each calls the plugins again.
     if missing or kept != named:
         set_for_children(_COPIED, ",".join([*kept, *missing]))
-
-
-def keep_keys_from_workers() -> None:
-    """Have vLLM's second Ray executor leave out variables of API servers; a second call changes nothing."""
-    from vllm.v1.executor import ray_env_utils
-
-    wrap(ray_env_utils, "get_driver_env_vars", _get_driver_env_vars)
 
 
 def _get_driver_env_vars(original: Any, worker_specific_vars: set[str]) -> Any:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from lora_plugins.settings import variables_of_workers
-from lora_plugins.vllm_patches.ray_environment import keep_keys_from_workers, name_our_variables
+from lora_plugins.vllm_patches import ray_environment
 
 OURS = {
     "LORA_PLUGINS_STORE_DIR": "/store",
@@ -21,15 +21,17 @@ OURS = {
 @pytest.mark.deployment("Ray", "tested", "vLLM copies our settings to engines and workers")
 def test_our_settings_are_copied_to_rays_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.ray.ray_env import get_env_vars_to_copy
+    from vllm.v1.executor import ray_env_utils
 
+    monkeypatch.setattr(ray_env_utils, "get_driver_env_vars", ray_env_utils.get_driver_env_vars)
     for name, value in {**OURS, "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY": "MINE, YOURS"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MINE", "1")
     assert OURS.keys().isdisjoint(get_env_vars_to_copy()), "by itself, vLLM copies none"
-    name_our_variables()
+    ray_environment.patch()
     assert {"MINE", "YOURS", "VLLM_PLUGINS", *OURS} <= get_env_vars_to_copy()
     once = os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"]
-    name_our_variables()
+    ray_environment.patch()
     assert os.environ["VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"] == once
 
 
@@ -44,9 +46,8 @@ def test_rays_processes_get_no_admin_key(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("VLLM_RAY_EXTRA_ENV_VARS_TO_COPY", "LORA_PLUGINS_ADMIN_KEY")
     for name in (*KEYS, *OURS):
         monkeypatch.setenv(name, OURS.get(name, "the-key"))
-    name_our_variables()
-    keep_keys_from_workers()
-    keep_keys_from_workers()
+    ray_environment.patch()
+    ray_environment.patch()
     copied = ray_env_utils.get_driver_env_vars({"RANK"})
     for names in (get_env_vars_to_copy(), set(copied)):
         assert names.isdisjoint(KEYS)

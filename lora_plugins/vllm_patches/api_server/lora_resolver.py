@@ -26,7 +26,6 @@ from lora_plugins.resolvers.single_flight import NameLocks
 from lora_plugins.settings import Settings, environment
 from lora_plugins.store.model_file import ModelFile
 from lora_plugins.vllm_patches import engine_modules
-from lora_plugins.vllm_patches.api_server.async_llm import lora_config_of
 from lora_plugins.vllm_patches.api_server.sagemaker import keep_model_of_body
 from lora_plugins.vllm_patches.worker import punica_wrapper
 
@@ -122,7 +121,7 @@ async def end_with_engine(client: weakref.ref[Any], process: Process) -> None:
 def describe_base(models: Any, settings: Settings) -> BaseModel:
     """Read the served base model from vLLM's `OpenAIServingModels`; only the engine knows the modules."""
     client = models.engine_client
-    lora_config = lora_config_of(client)
+    lora_config = getattr(getattr(client, "vllm_config", None), "lora_config", None)
     return BaseModel(
         path=models.model_config.model,
         served_names=tuple(path.name for path in models.base_model_paths),

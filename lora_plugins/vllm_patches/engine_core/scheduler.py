@@ -78,10 +78,9 @@ from lora_plugins.vllm_patches.engine_core.request import (
 )
 from lora_plugins.vllm_patches.message_fields import (
     VERSIONS,
-    aborted_output,
     attach_commands,
     commands_of,
-    refused_output,
+    last_output,
     reports_of,
 )
 from lora_plugins.vllm_patches.wrapping import wrap
@@ -536,8 +535,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 def _answer(outputs: dict[int, Any], request: Any, error: LoRAPluginsError | None) -> None:
     from vllm.v1.engine import EngineCoreOutputs
 
-    output = aborted_output(request) if error is None else refused_output(request, error)
-    outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(output)
+    outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(last_output(request, error))
 
 
 def _replaced(session: Any) -> AdapterNotFound:
