@@ -1,4 +1,9 @@
-"""Events, as frozen facts; logging and metrics are hooks on events, never lines in the logic."""
+"""Events: frozen facts about adapters, sources and requests, for hooks that log and count them.
+
+The logic of an API server or of the command line emits events, and `Events` calls every hook in the same thread: the
+log (`observability/logs.py`), metrics (`observability/event_metrics.py`), progress bars. No logic logs such facts
+itself.
+"""
 
 from __future__ import annotations
 
@@ -252,7 +257,7 @@ _polls: ContextVar[bool] = ContextVar("lora_plugins_polls", default=False)
 
 @contextmanager
 def polling() -> Iterator[None]:
-    """Inside, and in tasks begun inside, sources are asked for no request: for new versions, or for a declared set."""
+    """Mark look-ups inside, and in tasks begun inside, as for no request: for new versions, or for a declared set."""
     token = _polls.set(True)
     try:
         yield
@@ -261,6 +266,7 @@ def polling() -> Iterator[None]:
 
 
 def is_polling() -> bool:
+    """Return whether the present look-up is for no request: `polling`."""
     return _polls.get()
 
 

@@ -1,4 +1,8 @@
-"""Findings about an environment, right or wrong: the doctor shows all, a server logs the wrong ones as it starts."""
+"""Findings about an environment: misspelt plugins and variables, and settings that keep each other from working.
+
+`lora-plugins doctor` shows all, right or wrong, and `lora-plugins why` shows its steps in the same form; a server logs
+the wrong ones as it starts. In go the environment and the settings, out come `Step`s.
+"""
 
 from __future__ import annotations
 

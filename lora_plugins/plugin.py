@@ -1,4 +1,9 @@
-"""The functions behind our entry points, and nothing else; vLLM calls them in every process of a server."""
+"""The functions behind our entry points: each checks its process, and installs the patches of one plugin.
+
+vLLM imports this module and calls every function in each process of a server (API server, engine cores, workers),
+before an engine is made. A function whose plugin `VLLM_PLUGINS` does not name changes nothing. At import, our
+functions take the place of vLLM's builtin resolvers with the same names.
+"""
 
 from __future__ import annotations
 

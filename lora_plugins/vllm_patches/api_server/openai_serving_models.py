@@ -196,14 +196,14 @@ async def _show_available_models(original: Any, self: Any) -> Any:
     """
     listed = await original(self)
     if self.lora_requests and (lifecycle := planned_lifecycle(self)) is not None:
-        registry = lifecycle.registry
         # Another server of the store may have blocked a name that is still in this server's table.
-        blocked = registry.blocked.among(card.id for card in listed.data)
-        listed.data = [card for card in listed.data if card.id not in blocked]
+        hidden = lifecycle.registry.blocked.among(card.id for card in listed.data)
         for card in listed.data:
-            adapter = registry.get(card.id)
-            card.root = card.root if adapter is None else adapter.given_path or card.root
-        listed.data = [card for card in listed.data if not ((it := registry.get(card.id)) and it.is_by_digest)]
+            if (adapter := lifecycle.registry.get(card.id)) is not None:
+                card.root = adapter.given_path or card.root
+                if adapter.is_by_digest:
+                    hidden.add(card.id)
+        listed.data = [card for card in listed.data if card.id not in hidden]
     listed.data = [card for card in listed.data if self.is_base_model(card.id) or may_use(card.id)]
     await _add_cold(self, listed.data)
     for card in listed.data:
