@@ -2,8 +2,8 @@
 
 Runs in a program that uses `LLM`, in the caller's thread. Wrapped are `LLMEngine.add_lora`, `remove_lora`,
 `add_request` and `step` (vllm/v1/engine/llm_engine.py, 0.30 to 0.33). A request gets the path of a copy of its
-adapter's files (a snapshot). The engine ends a request whose adapter cannot be loaded; `step` puts the reason into the
-request's output.
+adapter's files (a snapshot). A request whose adapter cannot be loaded comes back from `step` as finished; the wrapper
+puts the reason into the request's output.
 
 Touches:
     vllm.v1.engine.llm_engine:

@@ -160,13 +160,16 @@ def _follower(models: Any, process: Process) -> Follower:
         copies: Any = lifecycle_of(models).copies  # `FollowedCopies`, as this process follows
         copies.changed(name, before)
 
-    return Follower(
-        request_of,
-        changed,
-        abort=lambda request_ids: background(models.engine_client.abort(request_ids, internal=True)),
-        relieve=lambda: lifecycle_of(models).copies.relieve(),  # noqa: PLW0108 - the lifecycle comes later
-        on_loss=lambda: background(end_without_leader(lambda: _is_ending(process.app))),
-    )
+    def abort(request_ids: list[str]) -> None:
+        background(models.engine_client.abort(request_ids, internal=True))
+
+    async def relieve() -> None:
+        await lifecycle_of(models).copies.relieve()
+
+    def lost() -> None:
+        background(end_without_leader(lambda: _is_ending(process.app)))
+
+    return Follower(request_of, changed, abort, relieve, on_loss=lost)
 
 
 def _count_no_more(client: Any, app: Any, number: int) -> None:
