@@ -217,8 +217,8 @@ async def _watched(original: Any, call: inspect.BoundArguments) -> AsyncIterator
             response.error = http_error(refusal)
             raise response.error from None
     copies, share = getattr(client, COPIES, None), share_of_request()
-    # With copies, a damaged or missing copy is fetched again and the request goes on: hence at most two rounds.
-    for is_last in (copies is None, True):
+    may_fetch_again = copies is not None  # once for a request: a damaged or missing copy
+    while True:
         taken = None
         try:
             async with nullcontext(lora_request) if copies is None else copies.using(lora_request, share) as taken:
@@ -238,11 +238,11 @@ async def _watched(original: Any, call: inspect.BoundArguments) -> AsyncIterator
                 return
         except LoRAPluginsError as error:
             # An answer that has begun cannot begin again, and an error before `taken` is not a copy's fault.
-            is_final = is_last or has_begun or taken is None
-            again = None if copies is None or is_final else await copies.after_failure(taken, error)
-            if again is not None:
-                lora_request = again
-                continue  # the adapter is fetched again before the request goes on
+            if may_fetch_again and taken is not None and not has_begun:
+                may_fetch_again = False
+                if (again := await copies.after_failure(taken, error)) is not None:
+                    lora_request = again
+                    continue  # with the copy that was fetched again
             process.events.emit(NotServed("request", name, error))
             snapshots_of(client).refused(taken or lora_request, error)
             response.error = http_error(error)

@@ -56,6 +56,7 @@ from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.messages import AdapterSpec, Command, Failed, Report
 from lora_plugins.scheduler.pauses import Pauses
 from lora_plugins.scheduler.request_queue import AdapterQueue, Order, QueuePlaces
+from lora_plugins.vllm_patches import message_fields
 from lora_plugins.vllm_patches.engine_core.answer_versions import AnswerVersions
 from lora_plugins.vllm_patches.engine_core.engine_planner import AdapterSpecs, make_planner
 from lora_plugins.vllm_patches.engine_core.finite_answers import FiniteAnswers, no_numbers
@@ -75,13 +76,6 @@ from lora_plugins.vllm_patches.engine_core.request import (
     take_client,
     weights_of,
     weights_path,
-)
-from lora_plugins.vllm_patches.message_fields import (
-    VERSIONS,
-    attach_commands,
-    commands_of,
-    last_output,
-    reports_of,
 )
 from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.request_types import is_inplace
@@ -328,7 +322,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self.answer_versions.batch_is_scheduled()
         self._has_scheduled()
         if commands:
-            attach_commands(output, commands)
+            message_fields.attach_commands(output, commands)
         return output
 
     def plan(self) -> list[Command]:
@@ -411,7 +405,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         """Update as vLLM does, with the workers' reports, and errors for requests that were refused."""
         self.answer_versions.batch_is_back(self.requests)
         # Before vLLM takes the step's output: tokens sampled from NaN, or of no weights, must reach no client.
-        reports = reports_of(model_runner_output)
+        reports = message_fields.reports_of(model_runner_output)
         errors = self._errors_of_step(model_runner_output, reports)
         for request in errors:
             self._end_without_tokens(request)
@@ -421,10 +415,10 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             _answer(outputs, request, error)
         for output in (output for of_client in outputs.values() for output in of_client.outputs):
             if (versions := self.answer_versions.spans.get(output.request_id)) is not None:
-                output.kv_transfer_params = (output.kv_transfer_params or {}) | {VERSIONS: versions}
+                output.kv_transfer_params = (output.kv_transfer_params or {}) | {message_fields.VERSIONS: versions}
             if output.finish_reason is not None and self._has_ended(output.request_id):
                 self._forget(output.request_id)
-        self.planner.carried_out(commands_of(scheduler_output))
+        self.planner.carried_out(message_fields.commands_of(scheduler_output))
         self.planner.reported(reports, now)
         self._answer_refused(outputs)
         self.answer_calls()
@@ -535,7 +529,8 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 def _answer(outputs: dict[int, Any], request: Any, error: LoRAPluginsError | None) -> None:
     from vllm.v1.engine import EngineCoreOutputs
 
-    outputs.setdefault(request.client_index, EngineCoreOutputs()).outputs.append(last_output(request, error))
+    of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+    of_client.outputs.append(message_fields.last_output(request, error))
 
 
 def _replaced(session: Any) -> AdapterNotFound:
