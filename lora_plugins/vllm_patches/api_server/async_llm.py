@@ -217,7 +217,7 @@ async def _watched(original: Any, call: inspect.BoundArguments) -> AsyncIterator
             response.error = http_error(refusal)
             raise response.error from None
     copies, share = getattr(client, COPIES, None), share_of_request()
-    may_fetch_again = copies is not None  # once for a request: a damaged or missing copy
+    may_fetch_again = True  # once for a request: a damaged or missing copy
     while True:
         taken = None
         try:
@@ -238,7 +238,7 @@ async def _watched(original: Any, call: inspect.BoundArguments) -> AsyncIterator
                 return
         except LoRAPluginsError as error:
             # An answer that has begun cannot begin again, and an error before `taken` is not a copy's fault.
-            if may_fetch_again and taken is not None and not has_begun:
+            if copies is not None and may_fetch_again and taken is not None and not has_begun:
                 may_fetch_again = False
                 if (again := await copies.after_failure(taken, error)) is not None:
                     lora_request = again
