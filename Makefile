@@ -147,7 +147,7 @@ bench-scale: set-up ## 100,000 names and 50,000 stored adapters: what the event 
 	@$(RUN) -m benchmarks.scale
 
 bench-kernels-cpu: set-up ## adapters against the base model on the CPU, vLLM's kernels and ours (20 minutes)
-	@$(RUN) -m benchmarks.kernels.cpu
+	@$(RUN) -m benchmarks.kernels_cpu
 
 bench-access: set-up ## whether response times reveal an adapter that a key may not use
 	@$(RUN) -m benchmarks.access
@@ -165,7 +165,7 @@ bench-front-ends: set-up ## answers per second of four API servers against one (
 	@$(RUN) -m benchmarks.front_ends.measure
 
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
-	@$(RUN) -m benchmarks.kernels.aot
+	@$(RUN) -m benchmarks.gpu.aot
 
 PARTS =
 bench-real: set-up ## adapters on SmolLM2-135M-Instruct: speed, first tokens, swaps, 1,000 of them (25 minutes; PARTS="decode cold", QUICK=1)

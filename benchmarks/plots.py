@@ -40,7 +40,7 @@ def path_of(name: str) -> Path:
 
 def kernels_cpu(rows: list[dict]) -> None:
     """One panel per case: tokens/s relative to the base model's, by `max_lora_rank`."""
-    from benchmarks.kernels.cpu import GOALS, SLOT_RANKS, ratio
+    from benchmarks.kernels_cpu import GOALS, SLOT_RANKS, ratio
 
     cases = {
         "one16": "one adapter of rank 16",

@@ -1,7 +1,7 @@
 """Compile what a launch would run for GPUs that are not here, by Triton's own path, and report what ptxas reports.
 
 A launch is recorded, so types, alignment and constants are those of the call itself. Triton must not be in its
-interpreter, so this needs a separate process (`python -m benchmarks.kernels.aot`).
+interpreter, so this needs a separate process (`python -m benchmarks.gpu.aot`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.kernels.cpu import ADAPTERS, GOALS, PARTS, SEQUENCES, SLOT_RANKS, cases, print_table
+from benchmarks.kernels_cpu import ADAPTERS, GOALS, PARTS, SEQUENCES, SLOT_RANKS, cases, print_table
 
 
 @pytest.mark.parametrize("slot_rank", SLOT_RANKS)

@@ -24,7 +24,7 @@ def compiled() -> list[Row]:
     # A process of its own: this one has Triton in its interpreter.
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.kernels.aot", "--print"],
+        [sys.executable, "-m", "benchmarks.gpu.aot", "--print"],
         cwd=ROOT,
         env=env,
         capture_output=True,

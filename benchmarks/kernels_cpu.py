@@ -2,17 +2,16 @@
 
 What adapters cost on the CPU: tokens/s with adapters against the base model, vLLM's kernels and ours.
 
-A 95 M-parameter Llama (fewer with `--layers`), on the real engine, offline, in float32 unless `--dtype` names others;
-several dtypes come into one table. Each engine (one per dtype, kernels and `max_lora_rank`) runs in a separate process,
-placed on the cores by vLLM as for `vllm serve`, and measures base and adapters in turn, round after round. A figure is
-the fastest round's tokens/s, relative to the base model's in the same engine. Prints Markdown, keeps
-benchmarks/results/kernels_cpu.json. An engine gets `--limit-s`; one that does not get through is reported as such.
+A 95 M-parameter Llama on the real engine, offline, in float32 unless `--dtype` names others. Each engine (one per
+dtype, kernels and `max_lora_rank`) runs in a separate process, placed on the cores by vLLM as for `vllm serve`, and
+measures base and adapters in turn, round after round. A figure is the fastest round's tokens/s, relative to the base
+model's in the same engine. Prints Markdown, keeps benchmarks/results/kernels_cpu.json. An engine gets `--limit-s`; one
+that does not get through is reported as such.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import random
@@ -24,13 +23,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmarks import plots
 from benchmarks.adapters import of_linear_layers, write_adapter
-from benchmarks.kernels.profile import print_profile, profile
 from benchmarks.processors import bfloat16_instructions
 from benchmarks.record import RESULTS, keep
 from lora_plugins.kernels.processor import this_processor
@@ -68,8 +65,8 @@ def random_adapter(directory: Path, base: Path, rank: int, seed: int) -> None:
     )
 
 
-def started(home: Path, slot_rank: int, dtype: str) -> tuple[Any, Callable[..., float]]:
-    """In the child: the engine, and a function that runs a part with adapters and returns the seconds."""
+def started(home: Path, slot_rank: int, dtype: str) -> Callable[[list[str], str], float]:
+    """In the child: start the engine; returns a function that runs a part with adapters and returns the seconds."""
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -90,35 +87,27 @@ def started(home: Path, slot_rank: int, dtype: str) -> tuple[Any, Callable[..., 
     names = sorted(path.name for path in home.glob("r*-*"))
     generator = random.Random(0)
 
-    def run(adapters: list[str], part: str, sequences: int = SEQUENCES) -> float:
+    def run(adapters: list[str], part: str) -> float:
         prompt_tokens, new_tokens = PARTS[part]
         prompts = [
             {"prompt_token_ids": [generator.randrange(10, VOCAB - 10) for _ in range(prompt_tokens)]}
-            for _ in range(sequences)
+            for _ in range(SEQUENCES)
         ]
-        chosen = [adapters[n % len(adapters)] for n in range(sequences)] if adapters else []
+        chosen = [adapters[n % len(adapters)] for n in range(SEQUENCES)] if adapters else []
         requests = [LoRARequest(name, names.index(name) + 1, str(home / name)) for name in chosen] or None
         params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
         start = time.perf_counter()
         outputs = llm.generate(prompts, params, lora_request=requests, use_tqdm=False)
         elapsed = time.perf_counter() - start
-        assert sum(len(output.outputs[0].token_ids) for output in outputs) == sequences * new_tokens
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) == SEQUENCES * new_tokens
         return elapsed
 
-    return llm, run
-
-
-def measure_parts(home: Path, slot_rank: int, rounds: int, dtype: str) -> None:
-    """In the child: profile decoding with the adapters of every case, and print one JSON line for each."""
-    llm, run = started(home, slot_rank, dtype)
-    runs = {case: functools.partial(run, adapters) for case, adapters in cases(slot_rank).items() if adapters}
-    for figures in profile(llm, runs, rounds, SEQUENCES):
-        print(json.dumps(figures), flush=True)
+    return run
 
 
 def measure(home: Path, slot_rank: int, rounds: int, dtype: str) -> None:
     """In the child: run every case in turn and print one JSON line for each."""
-    _, run = started(home, slot_rank, dtype)
+    run = started(home, slot_rank, dtype)
     todo = cases(slot_rank) if slot_rank else {"base": []}
     for adapters in todo.values():
         run(adapters, "decode")  # the first use loads adapters and fills caches
@@ -132,11 +121,10 @@ def measure(home: Path, slot_rank: int, rounds: int, dtype: str) -> None:
                 print(json.dumps(row), flush=True)
 
 
-def environment_of(kernels: str, reserved_cores: int | None = None) -> dict[str, str]:
+def environment_of(kernels: str) -> dict[str, str]:
     return {
         **outer_environment(),
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        **({} if reserved_cores is None else {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(reserved_cores)}),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -145,27 +133,12 @@ def environment_of(kernels: str, reserved_cores: int | None = None) -> dict[str,
     }
 
 
-def run_engine(
-    home: Path,
-    kernels: str,
-    slot_rank: int,
-    rounds: int,
-    limit_s: float,
-    dtype: str,
-    reserved_cores: int | None,
-    *,
-    profiled: bool = False,
-) -> list[dict]:
+def run_engine(home: Path, kernels: str, slot_rank: int, rounds: int, limit_s: float, dtype: str) -> list[dict]:
     """Measure in a child process; what it printed within the limit."""
-    environment = environment_of(kernels, reserved_cores)
-    command = [sys.executable, "-m", "benchmarks.kernels.cpu", "--child", str(home), "--slot-ranks", str(slot_rank)]
+    command = [sys.executable, "-m", "benchmarks.kernels_cpu", "--child", str(home), "--slot-ranks", str(slot_rank)]
     command += ["--rounds", str(rounds), "--dtype", dtype]
-    if profiled:
-        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # layers are timed within the engine's process
-        environment.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")  # as where the engine has a process of its own
-        command.append("--profile")
     with (home / f"{kernels}-{slot_rank}.log").open("wb") as log, tempfile.TemporaryFile() as out:
-        child = subprocess.Popen(command, stdout=out, stderr=log, env=environment, start_new_session=True)
+        child = subprocess.Popen(command, stdout=out, stderr=log, env=environment_of(kernels), start_new_session=True)
         finished = True
         try:
             child.wait(limit_s)
@@ -222,13 +195,11 @@ def instructions(dtype: str) -> str | None:
     return f"multiplied by {found}" if found else "no AVX-512 BF16 and no AMX, so the goals cannot be judged"
 
 
-def result_name(dtype: str, reserved_cores: int | None = None, layers: int = LAYERS) -> str:
-    name = "kernels_cpu" if dtype == "float32" else f"kernels_cpu_{dtype}"
-    name = name if layers == LAYERS else f"{name}_{layers}_layers"
-    return name if reserved_cores is None else f"{name}_reserved_{reserved_cores}"
+def result_name(dtype: str) -> str:
+    return "kernels_cpu" if dtype == "float32" else f"kernels_cpu_{dtype}"
 
 
-def kept(name: str = "kernels_cpu") -> list[dict]:
+def kept(name: str) -> list[dict]:
     """What an earlier run measured; engines may be measured one at a time."""
     file = RESULTS / f"{name}.json"
     return json.loads(file.read_text())["rows"] if file.is_file() else []
@@ -262,21 +233,6 @@ def print_table(rows: list[dict], slot_ranks: list[int]) -> None:
                 print(f"| {kernels} | {rank} | {case} | {speed} | {' | '.join(parts)} | {goal} | {rounds} |")
 
 
-def print_dtypes(rows: dict[str, list[dict]], slot_ranks: list[int]) -> None:
-    """All dtypes in one table: ours, decode and prefill apart."""
-    print("\n| dtype | `max_lora_rank` | adapters | base tokens/s | of base | prefill alone | decode alone | goal |")
-    print("|---|---|---|---|---|---|---|---|")
-    for dtype, found in rows.items():
-        for rank in slot_ranks:
-            for case in list(cases(rank))[1:]:
-                base = tokens_per_s(found, "ours", rank, "base", "both")
-                parts = [ratio(found, "ours", rank, case, part) for part in PARTS]
-                if base is None or None in parts:
-                    continue
-                shares = " | ".join(f"{part:.1%}" for part in parts)
-                print(f"| {dtype} | {rank} | {case} | {base:.1f} | {shares} | {GOALS[case]:.0%} |")
-
-
 def main() -> int:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--child", type=Path)
@@ -284,63 +240,33 @@ def main() -> int:
     arguments.add_argument("--slot-ranks", type=int, nargs="*", default=list(SLOT_RANKS))
     arguments.add_argument("--kernels", nargs="*", default=["none", "ours", "vllm"])
     arguments.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32"])
-    arguments.add_argument("--layers", type=int, default=LAYERS, help="fewer, where bfloat16 is slow")
-    arguments.add_argument("--reserved-cores", type=int, help="cores that vLLM leaves free, if not its default")
     arguments.add_argument("--limit-s", type=float, default=240)
-    arguments.add_argument("--profile", action="store_true", help="where a decoding step goes, and no tokens/s")
     arguments.add_argument("--dry", action="store_true", help="keep no result")
     arguments.add_argument("--fresh", action="store_true", help="without what earlier runs measured of other engines")
     options = arguments.parse_args()
     if options.child:
-        (measure_parts if options.profile else measure)(
-            options.child, options.slot_ranks[0], options.rounds, options.dtype[0]
-        )
+        measure(options.child, options.slot_ranks[0], options.rounds, options.dtype[0])
         return 0
     for dtype in options.dtype:
         if instructions(dtype):
             print(f"{dtype} here: {instructions(dtype)}.\n")
         run(options, dtype)
-    if len(options.dtype) > 1:
-        print_dtypes({dtype: kept(name_of(options, dtype)) for dtype in options.dtype}, options.slot_ranks)
     return 0
-
-
-def run_profile(home: Path, options: argparse.Namespace, dtype: str) -> None:
-    rows = []
-    for slot_rank in options.slot_ranks:
-        found = run_engine(
-            home, "ours", slot_rank, options.rounds, options.limit_s, dtype, options.reserved_cores, profiled=True
-        )
-        for figures in found:
-            print(f"{dtype}, max_lora_rank {slot_rank}, {figures['case']}, µs of a step of {SEQUENCES} rows:\n")
-            print_profile(figures)
-            rows.append({"slot_rank": slot_rank, **figures})
-    if not options.dry:
-        keep(f"kernels_profile_{dtype}", rows)
-
-
-def name_of(options: argparse.Namespace, dtype: str) -> str:
-    return result_name(dtype, options.reserved_cores, options.layers)
 
 
 def run(options: argparse.Namespace, dtype: str) -> None:
     """Measure one dtype's engines, print their table, and keep them."""
-    result = name_of(options, dtype)
+    result = result_name(dtype)
     rows = [] if options.fresh else kept(result)
     with tempfile.TemporaryDirectory() as name:
         home = Path(name)
-        base = build_base(home / "base", hidden=HIDDEN, layers=options.layers, vocab=VOCAB, intermediate=INTERMEDIATE)
+        base = build_base(home / "base", hidden=HIDDEN, layers=LAYERS, vocab=VOCAB, intermediate=INTERMEDIATE)
         for rank, count in ADAPTERS.items():
             for number in range(count):
                 random_adapter(home / f"r{rank}-{number}", base, rank, number)
-        if options.profile:
-            run_profile(home, options, dtype)
-            return
         for kernels in options.kernels:
             for slot_rank in (0,) if kernels == "none" else options.slot_ranks:
-                found = run_engine(
-                    home, kernels, slot_rank, options.rounds, options.limit_s, dtype, options.reserved_cores
-                )
+                found = run_engine(home, kernels, slot_rank, options.rounds, options.limit_s, dtype)
                 rows = [row for row in rows if (row["kernels"], row["slot_rank"]) != (kernels, slot_rank)]
                 rows += found or [{"kernels": kernels, "slot_rank": slot_rank, "finished": False}]
                 print(f"{kernels}, max_lora_rank {slot_rank}: {len(found)} measurements", file=sys.stderr, flush=True)

@@ -2,8 +2,8 @@
 
 What the Triton kernels compile to, without a GPU: registers, spills, shared memory, width of loads.
 
-    python -m benchmarks.kernels.aot            # prints, and keeps benchmarks/results/kernels_aot.json
-    python -m benchmarks.kernels.aot --print    # one JSON object per line, keeps nothing (for the tests)
+    python -m benchmarks.gpu.aot            # prints, and keeps benchmarks/results/kernels_aot.json
+    python -m benchmarks.gpu.aot --print    # one JSON object per line, keeps nothing (for the tests)
 
 Every plan of the default table is launched for the shapes below, recorded, and compiled for each architecture.
 """
