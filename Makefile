@@ -159,10 +159,10 @@ bench-flood: set-up ## a hot adapter beside 1,000 unknown names a second, with o
 	@$(RUN) -m benchmarks.fetch.flood
 
 bench-live: set-up ## pushes: what one costs, what streams notice, 1,000 under load (10 minutes)
-	@$(RUN) -m benchmarks.live.pushes
+	@$(RUN) -m benchmarks.pushes
 
 bench-front-ends: set-up ## answers per second of four API servers against one (10 minutes)
-	@$(RUN) -m benchmarks.front_ends.measure
+	@$(RUN) -m benchmarks.front_ends
 
 bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: registers, spills, shared memory
 	@$(RUN) -m benchmarks.gpu.aot

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.gpu import cases, device, parts, vllm
+from benchmarks.gpu import cases, device, vllm
 from benchmarks.record import RESULTS
 
-# Seconds of each program that runs alone; `parts` divides those of `all`, for a machine that is lent for 15 minutes.
+# Seconds of each program that runs alone; `run_parts` divides those of `all`, for a machine lent for 15 minutes.
 SECONDS = {"check": 240.0, "streams": 120.0, "tune": 480.0, "time": 500.0, "compile": 3600.0, "all": 450.0}
+# Users of `auto` run vLLM's kernels, beside which slots are written too: so `streams` comes first.
+PART_SECONDS = {"streams": 90.0, "check": 115.0, "time": 175.0, "tune": 70.0}
+BEGINS_NOTHING_NEW = 0.75  # of a part's time: imports come before it, and the last row after it
+_GRACE_S = 2.0
+
+Command = Callable[[str, float], Sequence[str]]
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # A folder of its own for what Triton compiles; the processes that compile inherit it.
     os.environ.setdefault("TRITON_CACHE_DIR", "/tmp/lora_plugins_triton")
     if options.program == "prepare":
-        from benchmarks.gpu.prepare import prepare
-
-        prepare(options.sources)
+        vllm.prepare(options.sources)
         return 0
     if options.program == "compile":
         return int(not compiled(options.table, options.seconds))
@@ -54,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         given = {"--table": options.table, "--out": options.out}
         carried = [str(part) for name, value in given.items() if value is not None for part in (name, value)]
         carried += ["--rehearse"] * options.rehearse
-        return int(not parts.run(options.seconds, parts.command_of(carried)))
+        return int(not run_parts(options.seconds, command_of(carried)))
     gpu = device.device(rehearse=options.rehearse)
     theirs = vllm.load(rehearse=gpu.rehearsal) if options.program == "time" else None
     if gpu.rehearsal:
@@ -69,11 +75,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(not {"check": check, "streams": streams, "tune": tune}[options.program].run(session))
 
 
+def command_of(options: Sequence[str]) -> Command:
+    """How a part is started, by its name and seconds; every part gets the options."""
+    start = [sys.executable, "-m", "benchmarks.gpu"]
+    return lambda part, seconds: [*start, part, "--seconds", f"{seconds:.0f}", *options]
+
+
+def run_parts(seconds: float, command: Command) -> bool:
+    """Run all parts within the seconds, each in a process of its own until its deadline; whether each has ended well.
+
+    A part that is over its time, or fails, costs the other parts nothing: programs write as rows come.
+    """
+    began, share, said = time.monotonic(), seconds / sum(PART_SECONDS.values()), dict[str, str]()
+    ends = began
+    for part, of_part in PART_SECONDS.items():
+        ends += of_part * share  # what a part leaves of its time goes to the next
+        left = ends - time.monotonic()
+        process = subprocess.Popen(command(part, left * BEGINS_NOTHING_NEW), start_new_session=True)
+        try:
+            said[part] = f"ended with {process.wait(max(0.0, left - _GRACE_S))}"
+        except subprocess.TimeoutExpired:
+            said[part] = "was ended at its deadline"
+            # With the processes that compile for it.
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        print(f"{part} {said[part]}, {time.monotonic() - began:.0f} s after the start", flush=True)
+    return set(said.values()) == {"ended with 0"}
+
+
 def compiled(table: Path | None, seconds: float) -> bool:
     """Compile for sm_90 what `check` launches, on all cores."""
     os.environ.pop("TRITON_INTERPRET", None)
     from benchmarks.gpu import check
-    from benchmarks.gpu.compiling import Compilers
+    from benchmarks.gpu.session import Compilers
     from lora_plugins.kernels import tuning
 
     jobs = check.compile_jobs(list(check.checks()), tuning.read_table(table) if table else tuning.load_table("sm_90"))

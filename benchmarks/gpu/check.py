@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.gpu.compiling import Job, noted
 from benchmarks.gpu.device import Gpu
-from benchmarks.gpu.session import Session
+from benchmarks.gpu.session import Job, Session, noted
 
 SCALE = 0.5
 RANKS = (16, 0, 5, 64, 8, 33, 48, 1)  # one for each slot; the slot rank is 64 or more

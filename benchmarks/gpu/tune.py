@@ -21,9 +21,18 @@ from itertools import islice, product
 from typing import Any
 
 from benchmarks.gpu.cases import Case
-from benchmarks.gpu.compiling import Job
 from benchmarks.gpu.device import Gpu
-from benchmarks.gpu.session import Session
+from benchmarks.gpu.operators import (
+    MEMORY_BUDGET_BYTES,
+    batch_of,
+    bound,
+    compile_case,
+    copies_for,
+    in_graph,
+    make_stacks,
+    ours,
+)
+from benchmarks.gpu.session import Job, Session
 from benchmarks.record import circumstances
 from lora_plugins.kernels import tuning
 from lora_plugins.kernels.tuning import ExpandTile, FusedTile, Plan, ShrinkTile
@@ -155,14 +164,12 @@ def run(session: Session) -> bool:
 
 def compile_jobs(plans: Sequence[Plan]) -> list[Job]:
     """One job for each plan and number of slices; inputs of one plan have the same divisibility."""
-    from benchmarks.gpu import weights
-
     jobs: dict[object, Job] = {}
     for plan in plans:
         for case in cases_of(plan):
             kind = (plan.chunk, plan.shrink, plan.expand, plan.fused, len(case.widths))
             table = tuning.Table("", (replace(plan, max_rows=tuning.ANY, max_in=tuning.ANY),))
-            jobs.setdefault(kind, (weights.compile_case, (case, table)))
+            jobs.setdefault(kind, (compile_case, (case, table)))
     return list(jobs.values())
 
 
@@ -171,18 +178,16 @@ def _score_on(gpu: Gpu, first: Plan) -> Score:
     import torch
     import triton
 
-    from benchmarks.gpu import weights
-    from benchmarks.gpu.operators import MEMORY_BUDGET_BYTES, bound, in_graph
     from lora_plugins.kernels.triton_ops import operators
 
     operators.use(made := operators.Operators(tuning.Table("candidate", (first,))))
     calls: list[tuple[Any, int]] = []
     for case in cases_of(replace(first, max_rows=min(first.max_rows, 8)) if gpu.rehearsal else first):
-        copies = weights.copies_for(case, MEMORY_BUDGET_BYTES // 4)
-        stacks = weights.make_stacks(case, 1 if gpu.rehearsal else copies, gpu.dtype, gpu.device)
+        copies = copies_for(case, MEMORY_BUDGET_BYTES // 4)
+        stacks = make_stacks(case, 1 if gpu.rehearsal else copies, gpu.dtype, gpu.device)
         x = torch.randn(case.rows, case.n_in, dtype=gpu.dtype, device=gpu.device)
         y = torch.zeros(case.rows, sum(case.widths), dtype=gpu.dtype, device=gpu.device)
-        call = weights.ours(made, case, stacks, weights.batch_of(case, gpu.device))
+        call = ours(made, case, stacks, batch_of(case, gpu.device))
         calls.append((bound(call, y, x), len(stacks.a)))
 
     def score(plan: Plan) -> float:

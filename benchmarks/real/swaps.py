@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import httpx
 
-from benchmarks.front_ends.caller import Answer, Caller
+from benchmarks.callers import Answer, Caller
 from benchmarks.real.bed import MAX_RANK, OURS, SMALL, Bed, Figure
 from benchmarks.real.many import parallel
 from examples.hot_swap import publish

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.front_ends.caller import Answer
+from benchmarks.callers import Answer
 from benchmarks.real import __main__ as real
 from benchmarks.real import page, swaps
 from benchmarks.real.bed import SHIPPED, Bed, Figure

@@ -9,26 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import cases, parts
-from benchmarks.gpu.__main__ import main
+from benchmarks.gpu import __main__ as program
+from benchmarks.gpu import cases
 
 PAGE = Path(__file__).parents[3] / "docs" / "explanation" / "kernels-gpu.md"
 MARK = "<!-- table: written by tests/benchmarks/gpu/test_parts.py -->"
 
 
 def test_a_part_that_hangs_ends_at_its_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "_GRACE_S", 0.2)
+    monkeypatch.setattr(program, "_GRACE_S", 0.2)
 
     def command(part: str, seconds: float) -> Sequence[str]:
         hangs = "import time; time.sleep(60)" if part == "streams" else ""
         return [sys.executable, "-c", f"open({str(tmp_path / part)!r}, 'w').write('{seconds}')\n{hangs}"]
 
     began = time.monotonic()
-    assert not parts.run(12.0, command)
+    assert not program.run_parts(12.0, command)
     assert time.monotonic() - began < 12.0
-    given = {part: float((tmp_path / part).read_text()) for part in parts.SECONDS}
+    given = {part: float((tmp_path / part).read_text()) for part in program.PART_SECONDS}
     assert given["check"] > given["streams"]
-    assert sum(given.values()) > 12.0 * parts.BEGINS_NOTHING_NEW, "what a part leaves goes to the next"
+    assert sum(given.values()) > 12.0 * program.BEGINS_NOTHING_NEW, "what a part leaves goes to the next"
 
 
 def test_a_part_that_fails_fails_the_call_after_the_others(tmp_path: Path) -> None:
@@ -36,15 +36,17 @@ def test_a_part_that_fails_fails_the_call_after_the_others(tmp_path: Path) -> No
         status = int(part == "streams")
         return [sys.executable, "-c", f"open({str(tmp_path / part)!r}, 'w'); raise SystemExit({status})"]
 
-    assert not parts.run(60.0, command)
-    assert {file.name for file in tmp_path.iterdir()} == {*parts.SECONDS}
-    assert parts.run(60.0, lambda part, seconds: [sys.executable, "-c", ""])
+    assert not program.run_parts(60.0, command)
+    assert {file.name for file in tmp_path.iterdir()} == {*program.PART_SECONDS}
+    assert program.run_parts(60.0, lambda part, seconds: [sys.executable, "-c", ""])
 
 
 def test_the_command_line_runs_all_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[float, Sequence[str]]] = []
-    monkeypatch.setattr(parts, "run", lambda seconds, command: bool(asked.append((seconds, command("check", 9.0)))))
-    assert main(["all", "--seconds", "450", "--out", str(tmp_path), "--rehearse"]) == 1
+    monkeypatch.setattr(
+        program, "run_parts", lambda seconds, command: bool(asked.append((seconds, command("check", 9.0))))
+    )
+    assert program.main(["all", "--seconds", "450", "--out", str(tmp_path), "--rehearse"]) == 1
     (seconds, command), *_ = asked
     assert seconds == 450.0
     assert [*command][-7:] == ["benchmarks.gpu", "check", "--seconds", "9", "--out", str(tmp_path), "--rehearse"]

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.front_ends.caller import Caller
+from benchmarks.callers import Caller
 from benchmarks.record import keep
 from lora_plugins.client import push
 from testbed.bed import Bed, prepare

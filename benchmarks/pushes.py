@@ -3,8 +3,8 @@
 Live policies: what a push costs, what streams notice of pushes, and whether each answer is of the version it names.
 
     make bench-live                                                        # 1,000 pushes under load, about 10 minutes
-    python -m benchmarks.live.pushes --case TP1 --pushes 10000                    # before a release: 40 minutes
-    python -m benchmarks.live.pushes --case TP2 --case DP2                        # two workers, two engines: 10 minutes
+    python -m benchmarks.pushes --case TP1 --pushes 10000                    # before a release: 40 minutes
+    python -m benchmarks.pushes --case TP2 --case DP2                        # two workers, two engines: 10 minutes
 
 Three measures on real servers, each beside its reference in the same run:
 

@@ -1,6 +1,6 @@
 """Callers of several API servers, in a process of their own, by plain sockets: they shall take few turns on the cores.
 
-    python -m benchmarks.front_ends.caller '{"url": …}'
+    python -m benchmarks.callers '{"url": …}'
 
 Each caller asks for one answer after the other until standard input ends, on a connection that is closed after
 `PER_CONNECTION` answers. Prints a line as the callers begin, and writes all answers into a file at the end.
@@ -59,7 +59,7 @@ class Caller:
         self.core = self.per_s = 0.0
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-m", "benchmarks.front_ends.caller", json.dumps(self._asked)]
+        command = [sys.executable, "-m", "benchmarks.callers", json.dumps(self._asked)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         if not self._process.stdout.readline():
