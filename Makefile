@@ -168,7 +168,7 @@ bench-kernels-aot: set-up ## what the GPU kernels compile to, without a GPU: reg
 	@$(RUN) -m benchmarks.gpu.aot
 
 PARTS =
-bench-real: set-up ## adapters on SmolLM2-135M-Instruct: speed, first tokens, swaps, 1,000 of them (25 minutes; PARTS="decode cold", QUICK=1)
+bench-real: set-up ## adapters on SmolLM2-135M-Instruct: speed, first tokens, swaps, 1,000 of them (20 minutes; PARTS="decode cold", QUICK=1)
 	@$(RUN) -m benchmarks.real $(PARTS) $(if $(QUICK),--quick)
 
 wheel: set-up ## build dist/*.whl with CPU kernels for x86-64 and aarch64 (needs gcc-aarch64-linux-gnu)

@@ -1,8 +1,10 @@
-"""Callers of several API servers, in a process of their own, by plain sockets: they shall take few turns on the cores.
+"""Callers that cost next to nothing, as they share cores with the server: HTTP by hand, on plain sockets.
+
+`stream` and `load` ask once, on the caller's event loop. `Caller` runs many in a process of their own:
 
     python -m benchmarks.callers '{"url": …}'
 
-Each caller asks for one answer after the other until standard input ends, on a connection that is closed after
+Each of them asks for one answer after the other until standard input ends, on a connection that is closed after
 `PER_CONNECTION` answers. Prints a line as the callers begin, and writes all answers into a file at the end.
 """
 
@@ -25,6 +27,58 @@ from testbed.models import PROMPT
 PER_CONNECTION = 20
 GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 WAIT_S = 300.0
+SHORT_PROMPT = "The quick brown fox"
+
+
+async def _post(port: int, path: str, body: dict) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, int]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+    status = int((await reader.readline()).split()[1])
+    return reader, writer, status
+
+
+async def stream(
+    port: int, model: str, max_tokens: int, times: list[float], prompt: str | list[int] = SHORT_PROMPT
+) -> None:
+    """Append the time of each token to `times`."""
+    body = {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    reader, writer, status = await _post(port, "/v1/completions", body)
+    try:
+        if status != 200:
+            raise RuntimeError(f"{model}: {status}: {(await reader.read()).decode(errors='replace')[-500:]}")
+        while line := await reader.readline():
+            if line.startswith(b"data: {"):
+                times.append(time.perf_counter())
+                if line.startswith(b'data: {"error"'):
+                    raise RuntimeError(line.decode())
+    finally:
+        writer.close()
+
+
+async def first_token_s(port: int, model: str, max_tokens: int, prompt: str | list[int] = SHORT_PROMPT) -> float:
+    """Seconds to the first token of a streamed answer, at whose end this returns."""
+    times: list[float] = []
+    began = time.perf_counter()
+    await stream(port, model, max_tokens, times, prompt)
+    return times[0] - began
+
+
+async def load(port: int, name: str, path: str) -> None:
+    """Make an adapter known, as vLLM's API has it."""
+    reader, writer, status = await _post(port, "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+    text = (await reader.read()).decode(errors="replace")
+    writer.close()
+    if status != 200:
+        raise RuntimeError(f"{name}: {status}: {text[-500:]}")
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,10 @@
 
 What becomes of us in each deployment: runs the tests that say so; writes the table in docs/reference/deployments.md.
 
-A test carries a cell by `pytest.mark.deployment(cell, verdict, note)`: it passes exactly when the verdict is true. What
-two cores and no GPU cannot run stands in `REASONED`, with the unit tests that hold it, which are run too. A cell whose
-test fails, or which nothing carries, is broken, and so is this command. `--cells` runs those only whose name contains
-one of the words given; the others' rows stay as they were kept in benchmarks/results/deployments.json. With `--page`,
-only the page is written.
+A test carries a cell by `pytest.mark.deployment(cell, verdict, note)`: it passes exactly when the verdict is true. A
+cell whose test fails, or which nothing carries, is broken, and so is this command. `--cells` runs those only whose name
+contains one of the words given; the others' rows stay as they were kept in benchmarks/results/deployments.json. With
+`--page`, only the page is written.
 """
 
 from __future__ import annotations
@@ -91,25 +90,12 @@ CELLS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass(frozen=True)
-class Reasoned:
-    """A cell, or part of one, that cannot run here: what the code does there, and the unit tests that hold it."""
-
-    cell: str
-    verdict: str
-    note: str
-    tests: tuple[str, ...]
-
-
-REASONED: tuple[Reasoned, ...] = ()
-
-
 @dataclass
 class Part:
     """What is known of a cell from one mark.
 
     Attributes:
-        how: "engine" for tests with a real engine, "unit" for others, "code" for what is reasoned.
+        how: "engine" for tests with a real engine, "unit" for others.
         tests: outcome ("passed", "failed", "skipped: why") by node id. seconds: of all of them, with their set-up.
     """
 
@@ -152,22 +138,10 @@ class Collector:
                     part = marked.setdefault((cell, verdict, note, how), Part(cell, verdict, note, how))
                     self._by_test.setdefault(item.nodeid, []).append(part)
         self.parts = [*marked.values()]
-        for one in REASONED:
-            if self.wants(one.cell):
-                self._add_reasoned(one, items)
         self.errors += [f"{part.cell}: no such cell" for part in self.parts if part.cell not in _order()]
         self.errors += [f"{part.cell}: what is {part.verdict}?" for part in self.parts if part.verdict not in VERDICTS]
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in self._by_test])
         items[:] = [item for item in items if item.nodeid in self._by_test]
-
-    def _add_reasoned(self, one: Reasoned, items: Sequence[pytest.Item]) -> None:
-        part = Part(one.cell, one.verdict, one.note, "code")
-        self.parts.append(part)
-        for test in one.tests:
-            found = [item.nodeid for item in items if item.nodeid.partition("[")[0] == test]
-            self.errors += [f"{one.cell}: no test {test}"] * (not found)
-            for node in found:
-                self._by_test.setdefault(node, []).append(part)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for part in self._by_test.get(report.nodeid, ()):
@@ -189,8 +163,7 @@ def _order() -> list[str]:
 
 def _files() -> list[str]:
     marking = [file for file in (ROOT / "tests").rglob("test_*.py") if "mark.deployment(" in file.read_text()]
-    reasoned = [ROOT / test.partition("::")[0] for one in REASONED for test in one.tests]
-    return sorted({str(file.relative_to(ROOT)) for file in (*marking, *reasoned)})
+    return sorted(str(file.relative_to(ROOT)) for file in marking)
 
 
 def run(words: Sequence[str]) -> tuple[list[dict[str, Any]], list[str]]:

@@ -1,8 +1,7 @@
 """Figure of docs/benchmarks/index.md#several-api-servers, for R56 and R68: `make bench-front-ends`.
 
-Answers per second of the base model, of hot adapters, and of the same adapters in vLLM without plugins
-(`--lora-modules`), of one API server and of four, in turn. All callers are in processes of their own; a connection is
-closed after 20 answers, so that all API servers get some.
+Answers per second of the base model and of hot adapters, of one API server and of four, in turn. All callers are in
+processes of their own; a connection is closed after 20 answers, so that all API servers get some.
 
 Keeps benchmarks/results/front_ends_throughput.json; returns 1 where four API servers gain less with adapters than with
 the base model.
@@ -32,28 +31,22 @@ from testbed.server import ONE_THREAD, Server, plugged, vllm_server
 COUNT = 4
 PLUGINS = "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin"
 END_S = 240.0  # for a server that must start or end
-ALONE = {"VLLM_PLUGINS": "", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "0"}  # which vLLM refuses for several API servers
 QUIET_S = 2.0  # the threads of an engine that has just computed spin for a while, and would slow the next
-KINDS = ("base", "hot", "vLLM alone hot")  # of what is asked for
+KINDS = ("base", "hot")  # of what is asked for
 
 
 @contextlib.contextmanager
-def serving(
-    bed: Bed, home: Path, *arguments: str, count: int = COUNT, is_forking: bool = True, **env: str
-) -> Iterator[Server]:
+def serving(bed: Bed, home: Path, *, count: int, is_forking: bool) -> Iterator[Server]:
     """A server with `count` API servers over the adapters and the store in `home`; a forked one starts in seconds."""
-    (home / "adapters").mkdir(parents=True, exist_ok=True)
-    log = home / f"server-{len(list(home.glob('server-*')))}.log"
-    if count > 1:
-        # vLLM makes one before it spawns its API servers; a forked one has imported prometheus_client before.
-        env["PROMETHEUS_MULTIPROC_DIR"] = tempfile.mkdtemp(dir=home)
+    (home / "adapters").mkdir(parents=True)
+    # vLLM makes one before it spawns its API servers; a forked one has imported prometheus_client before.
+    env = {"PROMETHEUS_MULTIPROC_DIR": tempfile.mkdtemp(dir=home)} if count > 1 else {}
     with vllm_server(
         bed.base,
-        log,
+        home / "server.log",
         arguments=(
             *("--enable-lora", "--max-lora-rank", "64", "--max-loras", "4", "--max-cpu-loras", "16"),
             *("--max-num-seqs", "64", "--served-model-name", "base", "--api-server-count", str(count)),
-            *arguments,
         ),
         env={
             **plugged(PLUGINS, home / "store", home / "adapters"),
@@ -73,21 +66,14 @@ def serving(
 def throughput(bed: Bed, home: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Answers per second, in turn: each round asks all servers for what they serve."""
     hot, rounds = [name for name in bed.answers if name is not None][:4], list[dict[str, Any]]()
-    alone = ("--lora-modules", *(f"{name}={bed.adapters / name}" for name in hot))
     arms: list[tuple[str, Server, list[str]]] = []
     with contextlib.ExitStack() as stack:
         for count in (1, COUNT):
             # Forked ones sleep between two looks for a message, which vLLM's engines do not.
-            server, stock = (
-                stack.enter_context(
-                    serving(bed, home / f"{kind}-{count}", *more, count=count, is_forking=options.forked, **env)
-                )
-                for kind, more, env in (("ours", (), {}), ("alone", alone, ALONE))
-            )
+            server = stack.enter_context(serving(bed, home / f"{count}", count=count, is_forking=options.forked))
             for name in hot:
                 push(name, bed.adapters / name, servers=[server.url])
             arms += [(f"base, {count}", server, ["base"]), (f"hot, {count}", server, hot)]
-            arms.append((f"vLLM alone hot, {count}", stock, hot))
         for at in range(options.rounds + 1):
             row: dict[str, Any] = {}
             for arm, server, names in arms if at % 2 else reversed(arms):

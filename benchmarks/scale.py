@@ -2,11 +2,9 @@
 
 What a server does with 100,000 names and 50,000 stored adapters: what its event loop notices, and how long it takes.
 
-No engine: the real store, registry, reconciler and routes, around the planner of the tests and a made-up worker. A task
-of the loop sleeps for a millisecond again and again; how much later than that it goes on is how late the loop is.
-Beside wall time stands the CPU time of the whole process: what it used between two turns of the loop is what kept the
-loop waiting, whoever else uses the machine, and the goals of the loop are of it. What was made before is frozen, as
-vLLM's API server does at start. Prints a Markdown table and keeps the figures in benchmarks/results/scale.json.
+No engine: the real store, registry, reconciler and routes, around the planner of the tests and a made-up worker. The
+goals of the loop are of CPU time (`benchmarks.event_loop`). What was made before is frozen, as vLLM's API server does
+at start. Prints a Markdown table and keeps the figures in benchmarks/results/scale.json.
 """
 
 from __future__ import annotations
@@ -21,15 +19,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import asdict, astuple, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 from fastapi import FastAPI
 
+from benchmarks.event_loop import Lateness, Run, timed
 from benchmarks.record import keep
 from lora_plugins.api.access.administrators import Administrators
 from lora_plugins.api.access.principals import KnowPrincipal
@@ -48,7 +47,6 @@ from tests.store.common import DownloadSpec, adapter_files, check
 
 NAMES, STORED, DECLARED = 100_000, 50_000, 7_000
 REPEATS = 3
-CHANGES = 21
 FETCHES = 7
 LATE_MS, OPENED_S, FETCH_MS = 20.0, 1.0, 50.0
 KEY = "the-key"
@@ -71,48 +69,6 @@ class Piece:
     late_cpu_ms: float | None
     goal: str
     is_met: bool
-
-
-class Lateness:
-    """How late the turns of this loop are while the block runs, in seconds of wall and of CPU time."""
-
-    def __init__(self) -> None:
-        self.late_s: list[tuple[float, float]] = []
-        self._is_over = False
-
-    async def __aenter__(self) -> Self:
-        self._turning = asyncio.create_task(self._turn())
-        await asyncio.sleep(0.05)
-        self.late_s.clear()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.sleep(0.002)  # a turn that is late ends first
-        self._is_over = True
-        await self._turning
-
-    async def _turn(self) -> None:
-        while not self._is_over:
-            began, cpu = time.perf_counter(), time.process_time()
-            await asyncio.sleep(0.001)
-            late_s, cpu_s = time.perf_counter() - began - 0.001, time.process_time() - cpu
-            self.late_s.append((late_s, min(late_s, cpu_s)))
-
-    @property
-    def longest(self) -> tuple[float, float]:
-        return max(late for late, _ in self.late_s), max(cpu for _, cpu in self.late_s)
-
-
-Run = tuple[float, float, float, float]
-
-
-async def timed(work: Callable[[], Awaitable[Any]]) -> Run:
-    """Seconds that it took, CPU time, and how late the loop was meanwhile, in both; all in seconds."""
-    async with Lateness() as lateness:
-        started, cpu = time.perf_counter(), time.process_time()
-        await work()
-        took_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu
-    return took_s, cpu_s, *lateness.longest
 
 
 def of_loop(what: str, runs: list[Run]) -> Piece:
@@ -215,32 +171,21 @@ async def listing(folder: Path, count: int) -> list[Piece]:
     return [of_loop(f"`GET /v1/loras`, a page of 1,000 of {count:,} names", pages)]
 
 
-def writing(root: Path, count: int) -> tuple[World, Reconciler, ServedFile]:
-    store = Store(root)
-    world, file = World(resolver=Resolver(store)), ServedFile.of_store(root, "base", "replica")
-    serve(world, store.layout.root, count)
+async def written(folder: Path) -> Piece:
+    """The served list, from a change of what is served until all names are on the disk."""
+    store = Store(folder / "served")
+    world, file = World(resolver=Resolver(store)), ServedFile.of_store(folder / "served", "base", "replica")
+    serve(world, store.layout.root, NAMES)
     served_writer._WRITE_PAUSE = 0  # the rest between two writes is as long as ten of them
+    reconciler = Reconciler(world.lifecycle, Settings(), file, Events())
     gc.collect()
     gc.freeze()
-    return world, Reconciler(world.lifecycle, Settings(), file, Events()), file
-
-
-async def written(folder: Path) -> list[Piece]:
-    """The served list, from a change of what is served until it is on the disk: all names in turn with the change."""
-    pieces = []
-    for count, repeats in ((1_000, CHANGES), (NAMES, REPEATS)):
-        world, one, file = writing(folder / f"served-{count}", count)
-        whole, alone = list[Run](), list[Run]()
-        for _ in range(repeats):
-            for runs in (whole, alone):
-                world.lifecycle.registry.remove(next(iter(world.table.lora_requests)))
-                if runs is whole:
-                    file.path.unlink(missing_ok=True)
-                runs.append(await timed(one._writer.written))
-        ratio = statistics.median(one[0] / all_[0] for one, all_ in zip(alone, whole, strict=True))
-        pieces.append(of_loop(f"the served list of {count:,} names, written", whole))
-        pieces.append(of_loop(f"a change of one of {count:,} names, written: {ratio:.2f} times as long", alone))
-    return pieces
+    runs = []
+    for _ in range(REPEATS):
+        world.lifecycle.registry.remove(next(iter(world.table.lora_requests)))
+        file.path.unlink(missing_ok=True)
+        runs.append(await timed(reconciler._writer.written))
+    return of_loop(f"the served list of {NAMES:,} names, written", runs)
 
 
 def declaring(path: Path, preload: bool, count: int = DECLARED) -> None:
@@ -407,7 +352,7 @@ def main() -> int:
         for what, measure in (
             ("", lambda: [asyncio.run(at_rest())]),
             ("listing", lambda: asyncio.run(listing(folder, 10_000)) + asyncio.run(listing(folder, NAMES))),
-            ("served", lambda: asyncio.run(written(folder))),
+            ("served", lambda: [asyncio.run(written(folder))]),
             ("declared", lambda: [asyncio.run(followed(folder))]),
             ("restored", lambda: [asyncio.run(restored(folder))]),
             ("store", lambda: of_store(folder, chosen.stored)),

@@ -5,9 +5,9 @@
 
 Each size is measured interleaved with a plain read of the same file (page cache warm), so the ratio holds on a noisy
 machine. Adapters are read as a server does it: by a child process that runs already. With `--loop` a thread then
-compares the tensors with the model, while a task of the loop sleeps for a millisecond again and again: the longest time
-between two turns is the gap that a request may meet. Allocated objects are frozen before, as vLLM's API server does at
-start. Prints a Markdown table, and keeps benchmarks/results/verify_cost.json or verify_loop.json.
+compares the tensors with the model, and how late the loop is meanwhile is what a request may wait for. Allocated
+objects are frozen before, as vLLM's API server does at start. Prints a Markdown table, and keeps
+benchmarks/results/verify_cost.json or verify_loop.json.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks import event_loop
 from benchmarks.adapters import write_adapter, write_sized_adapter
 from benchmarks.record import keep
 from lora_plugins.adapter.fit import BaseModel
@@ -96,61 +97,37 @@ def _read_name(tensor: str) -> tuple[str, bool]:
     return module, side == "A.weight"
 
 
-async def gaps_beside(directory: Path | None, base: BaseModel) -> tuple[float, list[float]]:
-    """Seconds that it took, and all gaps between turns of the loop; without a directory, of a second of rest."""
-    gaps: list[float] = []
-    is_over = False
-
-    async def turn() -> None:
-        last = time.perf_counter()
-        while not is_over:
-            await asyncio.sleep(0.001)
-            now = time.perf_counter()
-            gaps.append(now - last)
-            last = now
-
-    turning = asyncio.create_task(turn())
-    await asyncio.sleep(0.2)
-    gaps.clear()
-    started = time.perf_counter()
-    if directory is None:
-        await asyncio.sleep(1)
-    else:
-        settings = Settings(check_finite=False)
-        found = await asyncio.wrap_future(children().read(directory, settings))
-        await asyncio.to_thread(fit_adapter, found.adapter, base, settings)
-    took_s = time.perf_counter() - started
-    is_over = True
-    await turning
-    return took_s, sorted(gaps)
-
-
 def loop_rows(home: Path, repeats: int) -> list[dict]:
-    base, rows = of_experts(home), list[dict]()
+    """How late the loop is beside nothing, and beside a verification."""
+    base, settings = of_experts(home), Settings(check_finite=False)
+
+    async def verified() -> None:
+        found = await asyncio.wrap_future(children().read(home, settings))
+        await asyncio.to_thread(fit_adapter, found.adapter, base, settings)
+
     gc.collect()
     gc.freeze()
-    for what, directory in (("nothing", None), ("verification", home)):
-        runs = [asyncio.run(gaps_beside(directory, base)) for _ in range(repeats)]
-        row = {"beside": what, "took_s": statistics.median(took_s for took_s, _ in runs)}
-        for name, of in (("median", 0.5), ("p99", 0.99), ("longest", 1)):
-            each_ms = [1e3 * gaps[min(int(len(gaps) * of), len(gaps) - 1)] for _, gaps in runs]
-            row[f"{name}_ms"] = statistics.median(each_ms)
-        rows.append(row | {"longest_of_each_run_ms": each_ms})
+    rows = []
+    for what, work in (("nothing", lambda: asyncio.sleep(1)), ("verification", verified)):
+        runs = [asyncio.run(event_loop.timed(work)) for _ in range(repeats)]
+        took_s, _, late_s, cpu_s = (statistics.median(values) for values in zip(*runs, strict=True))
+        late_ms = [1e3 * run[2] for run in runs]
+        rows.append({"beside": what, "took_s": took_s, "late_ms": 1e3 * late_s, "late_cpu_ms": 1e3 * cpu_s,
+                     "late_of_each_run_ms": late_ms})  # fmt: skip
     return rows
 
 
 def loop_table(rows: list[dict]) -> str:
     lines = [
-        f"| {row['beside']} | {row['took_s']:.1f} s | {row['median_ms']:.1f} ms | {row['p99_ms']:.0f} ms "
-        f"| {row['longest_ms']:.0f} ms |"
+        f"| {row['beside']} | {row['took_s']:.1f} s | {row['late_ms']:.0f} ms | {row['late_cpu_ms']:.0f} ms |"
         for row in rows
     ]
-    return "\n".join(["| meanwhile | takes | median gap | 99th percentile | longest gap |", "|---" * 5 + "|", *lines])
+    return "\n".join(["| meanwhile | takes | loop late | of which CPU |", "|---" * 4 + "|", *lines])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--loop", action="store_true", help="the gaps of an event loop, in the place of seconds")
+    parser.add_argument("--loop", action="store_true", help="how late an event loop is, in the place of seconds")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES_MB, help="MB")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--dry", action="store_true", help="keep nothing")

@@ -21,58 +21,34 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median, quantiles
 
-import httpx
-
+from benchmarks.callers import first_token_s
 from benchmarks.record import keep
 from testbed.bed import Bed, prepare
-from testbed.client import PLAIN_HTTP
 from testbed.models import PROMPT, edit_config
 from testbed.server import Server
 from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, lora_server
 
 ADAPTERS, SLOTS, ROWS, CLIENTS = 14, 2, 4, 48
-STRETCH_S, TOKENS, EVERY_S, LONGEST_S = 60.0, 200, 1.0, 300.0
-
-
-def body(model: str) -> dict[str, object]:
-    return {
-        "model": model,
-        "prompt": PROMPT,
-        "max_tokens": TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    }
-
-
-async def first_token_s(client: httpx.AsyncClient, model: str) -> float:
-    began, first = time.monotonic(), 0.0
-    async with client.stream("POST", "/v1/completions", json=body(model)) as answer:
-        answer.raise_for_status()
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {") and not first:
-                first = time.monotonic() - began
-    return first
+STRETCH_S, TOKENS, EVERY_S = 60.0, 200, 1.0
 
 
 async def stretch(server: Server, base: str) -> tuple[list[float], list[float]]:
     """Seconds to the first token, of adapters and of the flood."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=server.url, timeout=LONGEST_S, verify=PLAIN_HTTP, limits=limits) as client:
-        ends, flood = time.monotonic() + STRETCH_S, list[float]()
+    port = int(server.url.rpartition(":")[2])
+    ends, flood = time.monotonic() + STRETCH_S, list[float]()
 
-        async def floods() -> None:
-            while time.monotonic() < ends:
-                flood.append(await first_token_s(client, base))
-
-        clients = [asyncio.create_task(floods()) for _ in range(CLIENTS)]
-        asked: list[asyncio.Task[float]] = []
+    async def floods() -> None:
         while time.monotonic() < ends:
-            asked.append(asyncio.create_task(first_token_s(client, f"cold-{len(asked) % ADAPTERS}")))
-            await asyncio.sleep(EVERY_S)
-        cold = await asyncio.gather(*asked)
-        await asyncio.gather(*clients)
-        return cold, flood
+            flood.append(await first_token_s(port, base, TOKENS, PROMPT))
+
+    clients = [asyncio.create_task(floods()) for _ in range(CLIENTS)]
+    asked: list[asyncio.Task[float]] = []
+    while time.monotonic() < ends:
+        asked.append(asyncio.create_task(first_token_s(port, f"cold-{len(asked) % ADAPTERS}", TOKENS, PROMPT)))
+        await asyncio.sleep(EVERY_S)
+    cold = await asyncio.gather(*asked)
+    await asyncio.gather(*clients)
+    return cold, flood
 
 
 def serve(stack: ExitStack, bed: Bed, home: Path, *plugins: str) -> Server:

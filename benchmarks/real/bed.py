@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.manager.arms import Arm, servers
+from benchmarks.manager.bed import Arm, servers
 from benchmarks.record import ROOT
 from testbed.models import edit_config
 

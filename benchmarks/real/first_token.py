@@ -23,11 +23,10 @@ import httpx
 import numpy as np
 
 from benchmarks.adapters import of_linear_layers, write_adapter
+from benchmarks.callers import first_token_s
 from benchmarks.manager import bed as manager_bed
 from benchmarks.manager import stall
-from benchmarks.manager.arms import Arm
-from benchmarks.manager.bed import size_bytes
-from benchmarks.manager.client import stream
+from benchmarks.manager.bed import Arm, size_bytes
 from benchmarks.real.bed import COPIES, MAX_RANK, NAME, OURS, STOCK, STOCK_LOADS, Bed, Figure
 from benchmarks.real.many import parallel
 from testbed.client import PLAIN_HTTP
@@ -68,7 +67,13 @@ def _asked(arm: Arm, adapters: Sequence[Path]) -> list[dict]:
         def ask(name: str, where: str) -> None:
             if where in TIERS and (found := tiers(name)) != TIERS[where]:
                 raise RuntimeError(f"{name} is expected at {where}, and found at {found}")
-            rows.append({"arm": arm.name, "where": where, "first_token_s": asyncio.run(first_token_s(arm, name))})
+            rows.append(
+                {
+                    "arm": arm.name,
+                    "where": where,
+                    "first_token_s": asyncio.run(first_token_s(arm.port, name, 1, PROMPT)),
+                }
+            )
 
         manager_bed.drop_page_cache(adapters[-1])
         ask(NAME, "base")
@@ -79,13 +84,6 @@ def _asked(arm: Arm, adapters: Sequence[Path]) -> list[dict]:
         if arm.name == COPIES and (other := next(out, None)) is not None:
             ask(other, "host")
     return rows
-
-
-async def first_token_s(arm: Arm, name: str) -> float:
-    times: list[float] = []
-    began = time.perf_counter()
-    await stream(arm.port, name, 1, times, PROMPT)
-    return times[0] - began
 
 
 def latency_figures(rows: list[dict]) -> list[Figure]:

@@ -6,7 +6,6 @@ import random
 from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 from math import ceil
-from typing import Protocol
 
 from lora_plugins.routing.load import ReplicaLoad
 from lora_plugins.routing.rendezvous import hashed
@@ -17,29 +16,7 @@ _BITS = (1 << 64) - 1
 _ODD = 0x9E3779B97F4A7C15  # 2 ** 64 over the golden ratio
 
 
-class RoutingPolicy(Protocol):
-    """Chooses replicas for requests; the empty name stands for the base model."""
-
-    def join(self, replica: str) -> None:
-        """Route to this replica too; one that is there already is left as it is."""
-
-    def leave(self, replica: str) -> None:
-        """Route to it no longer, and forget what it had; one that is not there is left alone."""
-
-    def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:
-        """The replicas to try for a request, best first: at least one where any is left; `excluded` are left out."""
-
-    def routed(self, adapter: str, replica: str, now_s: float) -> None:
-        """Note that a request went to a replica."""
-
-    def completed(self, adapter: str, replica: str, now_s: float) -> None:
-        """Note that a routed request has ended, in whichever way."""
-
-    def reported(self, replica: str, report: Report, now_s: float) -> None:
-        """Note what a replica says of itself; of one that is not there it is left alone."""
-
-
-class _Counting:
+class Counting:
     """The part that all of them share: which replicas there are, and their requests."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -74,7 +51,7 @@ class _Counting:
         return [it for it in self._replicas if it not in excluded] if excluded else self._replicas
 
 
-class RandomChoice(_Counting):
+class RandomChoice(Counting):
     """Any replica."""
 
     def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:
@@ -91,7 +68,7 @@ class PowerOfTwo(RandomChoice):
         return sorted(super().ranked(adapter, now_s, excluded), key=self._load.of)
 
 
-class PlainRendezvous(_Counting):
+class PlainRendezvous(Counting):
     """The replica with the highest hash of the pair, whatever its load; every replica is hashed for each request."""
 
     def __init__(self, seed: int = 0) -> None:
@@ -115,7 +92,7 @@ class PlainRendezvous(_Counting):
         return [best] if best else []
 
 
-class BoundedConsistentHashing(_Counting):
+class BoundedConsistentHashing(Counting):
     """The next replica on a ring with less than `overload` times the mean load.
 
     Source: V. Mirrokni, M. Thorup, M. Zadimoghaddam, "Consistent Hashing with Bounded Loads", SODA 2018.

@@ -39,6 +39,7 @@ ADAPTERS, PLACES, SLOTS, REPLICAS = 24, 12, 4, 2
 HOME = CACHE.parent / "demo-ray"
 KEY = "demo"
 APP = "lora-plugins"
+PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 COLD = re.compile(r'^lora_plugins_admission_wait_seconds_count\{[^}]*found="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
 HEADINGS = "| router | cold starts | first token p50 · p99, s | requests/s | wrong |\n|---|---|---|---|---|"
 ARMS = ("default", "multiplexing", "affinity")
@@ -101,7 +102,7 @@ class Cluster:
         for name, like in self.like.items():
             shutil.copytree(self.bed.adapters / like, HOME / "adapters" / name)
         return {
-            "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
+            "PYTHONPATH": PATH,
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin",
             "VLLM_LORA_RESOLVER_CACHE_DIR": str(HOME / "adapters"),
@@ -236,9 +237,7 @@ def kill_one(cluster: Cluster, clients: int) -> Killed:
 
     async def run() -> None:
         nonlocal replaced_s
-        async with openai.AsyncOpenAI(
-            base_url=f"{cluster.url}/v1", api_key="none", max_retries=0, timeout=300
-        ) as client:
+        async with cluster.client() as client:
             ended = asyncio.Event()
 
             async def one(number: int) -> None:
@@ -290,8 +289,6 @@ def main() -> int:
     for name in os.environ.keys() - outer_environment().keys():
         del os.environ[name]
     bed = prepare(lambda text: print(f"demo-ray: {text}", flush=True))
-    root = str(ROOT)
-    path = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH")) if part)
     print("demo-ray: starting Ray", flush=True)
     for attempt in range(5):
         try:
@@ -301,7 +298,7 @@ def main() -> int:
                 include_dashboard=False,
                 object_store_memory=100 * 2**20,
                 log_to_driver=False,
-                runtime_env={"env_vars": {"PYTHONPATH": path, "RAY_SERVE_LOG_TO_STDERR": "0"}},
+                runtime_env={"env_vars": {"PYTHONPATH": PATH, "RAY_SERVE_LOG_TO_STDERR": "0"}},
             )
             break
         except Exception as error:  # Ray waits 30 s for itself, which on a busy machine may be too short

@@ -31,10 +31,10 @@ from benchmarks import plots
 from benchmarks.record import keep
 from benchmarks.routing.policies import (
     BoundedConsistentHashing,
+    Counting,
     PlainRendezvous,
     PowerOfTwo,
     RandomChoice,
-    RoutingPolicy,
 )
 from lora_plugins.routing.affinity import AffinityPolicy
 from lora_plugins.routing.residency import Report, Tier
@@ -50,6 +50,7 @@ ZIPF = 1.0
 CHANGES_PER_S = 20  # adapters that change their place in Zipf's law with another
 REPORT_S = 5.0
 SEED = 20261122
+RoutingPolicy = AffinityPolicy | Counting
 POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "affinity": AffinityPolicy,
     "consistent hashing, bounded loads": BoundedConsistentHashing,

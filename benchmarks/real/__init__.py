@@ -1,1 +1,0 @@
-"""What adapters cost on a model that writes sentences, SmolLM2-135M-Instruct; `python -m benchmarks.real`."""
