@@ -1,6 +1,6 @@
 """The base model and the adapters, made once and kept in `.cache/`, and the servers that are compared on them.
 
-Compared are vLLM's manager and ours, with vLLM's CPU kernels or the rank-exact ones.
+Compared are vLLM's manager and ours, both with our CPU kernels.
 """
 
 from __future__ import annotations
@@ -22,25 +22,21 @@ HIDDEN, LAYERS = 1024, 36  # 340 M parameters, 1.4 GB in float32
 RANKS = {40: 16, 150: 64, 600: 256}  # by the adapter's size in MB: 2.36 MB of float32 for each rank
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "bench-manager"
 ARMS: Mapping[str, tuple[str, ...]] = {
-    "vllm": (),
-    "ours": ("lora_lru_manager",),
     "vllm+kernels": ("lora_kernels",),
     "ours+kernels": ("lora_lru_manager", "lora_kernels"),
 }
 NAMES = {
-    "vllm": "vLLM",
-    "ours": "ours, vLLM's kernels",
     "vllm+kernels": "vLLM's manager, our kernels",
     "ours+kernels": "ours",
 }
 
 
-def base_model(hidden: int = HIDDEN, layers: int = LAYERS) -> Path:
+def base_model() -> Path:
     """A random float32 Llama, grouped-query attention, `intermediate = 2 * hidden`."""
-    home = CACHE / f"base-{hidden}x{layers}"
+    home = CACHE / f"base-{HIDDEN}x{LAYERS}"
     if not home.exists():
         unfinished = home.with_name(f"{home.name}.{os.getpid()}")
-        build_base(unfinished, hidden=hidden, layers=layers)
+        build_base(unfinished, hidden=HIDDEN, layers=LAYERS)
         os.replace(unfinished, home)
     return home
 

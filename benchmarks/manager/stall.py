@@ -26,12 +26,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from benchmarks import plots
 from benchmarks.callers import load, stream
 from benchmarks.manager import bed
-from benchmarks.manager.bed import NAMES, Arm, servers
+from benchmarks.manager.bed import ARMS, NAMES, Arm, servers
 from benchmarks.record import RESULTS, keep
 
 STREAMS = 4
@@ -41,14 +40,7 @@ COLD_PROMPT = [37, 38]  # so that what is computed for it is little beside the s
 KINDS = ("cold", "resident", "base")  # of arrivals
 
 
-def measure(
-    size_mb: int,
-    arms: Sequence[str],
-    rows: list[dict],
-    *,
-    blocks: int,
-    arrivals: int,
-) -> None:
+def measure(size_mb: int, rows: list[dict], *, blocks: int, arrivals: int) -> None:
     """Append the rows of one size: one for each arrival, of each kind and arm."""
     rank = bed.RANKS[size_mb]
     base = bed.base_model()
@@ -57,7 +49,7 @@ def measure(
     arguments = ("--max-lora-rank", str(rank), "--max-loras", "2", "--max-cpu-loras", "3")
     with (
         tempfile.TemporaryDirectory(dir=bed.CACHE) as home,
-        servers(arms, base, Path(home), arguments) as running,
+        servers([*ARMS], base, Path(home), arguments) as running,
     ):
         arrived = 0
         for block in range(-1, blocks):  # the first one touches what is touched for the first time, and does not count
@@ -113,11 +105,9 @@ async def _arrival(
     kind: str,
     bring: Callable[[int, str, str], Awaitable[None]],
 ) -> dict:
-    faults = _major_faults(arm)
     started = time.perf_counter()
     if kind == "cold":
         await bring(arm.port, directory.name, str(directory))
-    loaded = time.perf_counter()
     answer: list[float] = []
     await stream(arm.port, base if kind == "base" else directory.name, COLD_TOKENS, answer, prompt=COLD_PROMPT)
     ended = time.perf_counter() + AFTER_S
@@ -128,19 +118,8 @@ async def _arrival(
         "quiet_median_ms": statistics.median(quiet) * 1e3,
         "quiet_gaps_ms": [round(gap * 1e3, 2) for gap in quiet],
         "gaps_ms": [round(gap * 1e3, 2) for gap in loud],
-        "load_s": loaded - started,
         "first_token_s": answer[0] - started,
-        "window_s": ended - started,
-        "tokens": len(loud) + len(answer),
-        "major_faults": _major_faults(arm) - faults,
     }
-
-
-def _major_faults(arm: Arm) -> int:
-    """Pages that the server's processes had to wait for a disk for: some machines drop what lies idle."""
-    server = psutil.Process(arm.server.process.pid)
-    stats = [Path(f"/proc/{process.pid}/stat") for process in (server, *server.children(recursive=True))]
-    return sum(int(stat.read_text().rpartition(")")[2].split()[9]) for stat in stats if stat.exists())
 
 
 def _gaps(streams: list[list[float]], start: float, end: float) -> list[float]:
@@ -165,17 +144,15 @@ def summary(rows: list[dict]) -> dict[str, float]:
         "max": max(loud),
         "max_of_each_median": statistics.median(each),
         "first_token_s": statistics.median(row["first_token_s"] for row in rows),
-        "tokens": sum(row["tokens"] for row in rows),
-        "tokens_per_s": sum(row["tokens"] for row in rows) / sum(row["window_s"] for row in rows),
     }
 
 
 def table(rows: list[dict]) -> str:
     head = (
         "adapter | manager | arrivals | quiet gap: median, p99, max | p99 gap | largest gap (median of each) "
-        "| first token | tokens/s | resident: p99, max | resident: first token | base: p99, max"
+        "| first token | resident: p99, max | resident: first token | base: p99, max"
     )
-    lines = [f"| {head} |", "|---" * 11 + "|"]
+    lines = [f"| {head} |", "|---" * 10 + "|"]
     for size_mb in sorted({row["size_mb"] for row in rows}):
         for arm in NAMES:
             of_arm = [row for row in rows if (row["arm"], row["size_mb"]) == (arm, size_mb)]
@@ -186,7 +163,7 @@ def table(rows: list[dict]) -> str:
                 f"| {size_mb} MB | {NAMES[arm]} | {cold['arrivals']} "
                 f"| {cold['quiet_median_ms']:.0f} ms, {cold['quiet_p99']:.2f}×, {cold['quiet_max']:.2f}× "
                 f"| {cold['p99']:.2f}× | {cold['max']:.2f}× ({cold['max_of_each_median']:.2f}×) "
-                f"| {cold['first_token_s']:.2f} s | {cold['tokens_per_s']:.1f} "
+                f"| {cold['first_token_s']:.2f} s "
                 f"| {warm['p99']:.2f}×, {warm['max']:.2f}× | {warm['first_token_s']:.2f} s "
                 f"| {base['p99']:.2f}×, {base['max']:.2f}× |"
             )
@@ -206,7 +183,6 @@ def merged(rows: list[dict]) -> list[dict]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="*", default=[40, 150, 600])
-    parser.add_argument("--arms", nargs="*", default=["vllm", "vllm+kernels", "ours+kernels"])
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--arrivals", type=int, default=3)
     options = parser.parse_args()
@@ -215,7 +191,7 @@ def main() -> int:
     for size_mb in options.sizes:
         rows: list[dict] = []
         try:
-            measure(size_mb, options.arms, rows, blocks=options.blocks, arrivals=options.arrivals)
+            measure(size_mb, rows, blocks=options.blocks, arrivals=options.arrivals)
         finally:  # a time limit leaves what has been measured
             if rows:
                 print(table(rows), flush=True)

@@ -31,7 +31,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.real import answers, first_token, many, speed
+from benchmarks.real import answers, cold, many, speed
 from benchmarks.real.bed import Bed, Figure
 from benchmarks.record import RESULTS, ROOT, keep
 from testbed.real_model import NoRealModel, real_model
@@ -54,9 +54,8 @@ class Part:
 
 PARTS = {
     "decode": Part("Decoding, 16 streams", speed.decode, speed.decode_figures, 40, 300),
-    "latency": Part("First token of an idle server", first_token.latency, first_token.latency_figures, 50, 300),
-    "cold": Part("Cold beside streams", first_token.cold, first_token.cold_figures, 100, 360),
-    "large": Part("Large and cold beside streams", first_token.large, first_token.large_figures, 150, 400),
+    "cold": Part("Cold beside streams", cold.cold, cold.cold_figures, 100, 360),
+    "large": Part("Large and cold beside streams", cold.large, cold.large_figures, 150, 400),
     "zipf": Part("100 adapters under Zipf", many.zipf, many.zipf_figures, 70, 360),
     "thousand": Part("1,000 adapters in host memory", many.thousand, many.thousand_figures, 60, 420),
     "swaps": Part("Swaps under load", answers.swaps, answers.swap_figures, 150, 300),

@@ -16,7 +16,6 @@ import asyncio
 import itertools
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -127,8 +126,7 @@ def swap_figures(rows: list[dict]) -> list[Figure]:
         for what in WRONG
     ]
     if took_ms:
-        spread = f"{min(took_ms):.0f} to {max(took_ms):.0f} ms, n={len(took_ms)}"
-        found.append(Figure("a swap: look again, verify, load, serve", f"{statistics.median(took_ms):.0f} ms", spread))
+        found.append(Figure.of_each("a swap: look again, verify, load, serve", took_ms, ".0f", " ms"))
     speeds = {(row["round"], bool(row["swaps"])): row["answers_per_s"] for row in stretches}
     ratios = [speed / speeds[number, False] for (number, is_swapped), speed in speeds.items()
               if is_swapped and (number, False) in speeds]  # fmt: skip

@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.manager.bed import Arm, servers
@@ -23,10 +23,9 @@ MAX_RANK = 32
 SMALL = ("pirate", "librarian", "verdict", "french")  # ranks 4 and 8 on q_proj and v_proj, 0.5 to 0.7 MB
 SMALL_RANK = 8
 STREAMS = 16
-OURS, COPIES, STOCK, STOCK_LOADS = "ours", "ours, copied slots", "stock", "stock, our kernels"
+OURS, STOCK, STOCK_LOADS = "ours", "stock", "stock, our kernels"
 PLUGINS = {
     OURS: "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin",
-    COPIES: "lora_filesystem_resolver,lora_lru_manager,lora_admin",  # vLLM's kernels, so a slot is written as on a GPU
     STOCK: "stock_filesystem_resolver",
     STOCK_LOADS: "stock_filesystem_resolver,lora_kernels",
 }
@@ -126,6 +125,12 @@ class Figure:
     is_met: bool | None = None
 
     @classmethod
+    def of_each(cls, what: str, values: Sequence[float], form: str, unit: str = "") -> Figure:
+        """The median of values, with the least and the largest."""
+        least, largest = (format(value, form) for value in (min(values), max(values)))
+        return cls(what, f"{statistics.median(values):{form}}{unit}", f"{least} to {largest}{unit}, n={len(values)}")
+
+    @classmethod
     def of_ratios(
         cls, what: str, ratios: Sequence[float], *, at_least: float | None = None, at_most: float | None = None
     ) -> Figure:
@@ -133,4 +138,4 @@ class Figure:
         middle = statistics.median(ratios)
         goal = "" if at_least is at_most is None else f"≥ {at_least:g}" if at_most is None else f"≤ {at_most:g}"
         is_met = None if not goal else middle >= at_least if at_least is not None else middle <= (at_most or 0.0)
-        return cls(what, f"{middle:.3f}", f"{min(ratios):.3f} to {max(ratios):.3f}, n={len(ratios)}", goal, is_met)
+        return replace(cls.of_each(what, ratios, ".3f"), goal=goal, is_met=is_met)

@@ -184,8 +184,5 @@ def _compared(
     ratios = [speeds[both[0], number] / speeds[both[1], number] for number in rounds]
     found = [Figure.of_ratios(label, ratios, at_least=at_least)]
     for kind in both:
-        each = [speeds[kind, number] for number in rounds]
-        found.append(
-            Figure(f"{kind}: answers/s", f"{statistics.median(each):.2f}", f"{min(each):.2f} to {max(each):.2f}")
-        )
+        found.append(Figure.of_each(f"{kind}: answers/s", [speeds[kind, number] for number in rounds], ".2f"))
     return found

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import statistics
 from collections.abc import Sequence
 
 from benchmarks.callers import stream
@@ -72,9 +71,7 @@ def decode_figures(rows: list[dict]) -> list[Figure]:
             if not of_count:
                 continue
             if count == 0:
-                each = of_count.values()
-                spread = f"{min(each):.1f} to {max(each):.1f}, n={len(each)}"
-                found.append(Figure(f"{dtype}, base, tokens/s", f"{statistics.median(each):.1f}", spread))
+                found.append(Figure.of_each(f"{dtype}, base, tokens/s", [*of_count.values()], ".1f"))
                 continue
             ratios = [speed / speeds[number, 0] for number, speed in of_count.items() if (number, 0) in speeds]
             if ratios:

@@ -1,9 +1,5 @@
-"""Figures of docs/benchmarks/real.md, first tokens and cold adapters, for R18 and R66.
+"""Figures of docs/benchmarks/real.md, cold adapters beside streams, for R18 and R66.
 
-Seconds to the first token of an adapter that is on the disk, in host memory, or in a slot; and beside streams.
-
-`latency`: one request after the other to an idle server; before each, the server's own list says where the adapter is.
-Two servers in turn: with our kernels a slot points to host memory, with vLLM's a slot is written as on a GPU.
 `cold`: an adapter that the server has never heard of comes while eight streams of the base model run, with our plugins
 and on vLLM with its own resolver, both servers up at once, in blocks that alternate (`benchmarks.manager.stall`).
 `large`: the same with adapters of hundreds of MB, both with our kernels, as vLLM's would compute at the slots' rank.
@@ -19,83 +15,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 import numpy as np
 
 from benchmarks.adapters import of_linear_layers, write_adapter
-from benchmarks.callers import first_token_s
-from benchmarks.manager import bed as manager_bed
 from benchmarks.manager import stall
-from benchmarks.manager.bed import Arm, size_bytes
-from benchmarks.real.bed import COPIES, MAX_RANK, NAME, OURS, STOCK, STOCK_LOADS, Bed, Figure
+from benchmarks.manager.bed import size_bytes
+from benchmarks.real.bed import MAX_RANK, NAME, OURS, STOCK, STOCK_LOADS, Bed, Figure
 from benchmarks.real.many import parallel
-from testbed.client import PLAIN_HTTP
 
-PROMPT = list(range(1000, 1016))
-TIERS = {"disk": (), "slot": ("store", "host", "slot"), "host": ("store", "host")}
-LABELS = {"base": "no adapter", "disk": "on the disk, never asked for", "host": "in host memory", "slot": "in a slot"}
 KINDS = ("cold", "base")  # of arrivals beside streams
-ADAPTERS, BLOCKS, ARRIVALS, STREAMS = 120, 5, 4, 8
+BLOCKS, ARRIVALS, STREAMS = 5, 4, 8
 LARGE_RANK = 256  # of all linear layers in float32: 313 MB
 COLD_GOAL, GAP_GOAL = 0.5, 1.7
-
-
-def latency(bed: Bed, rows: list[dict]) -> None:
-    adapters = bed.adapters(5 if bed.is_quick else ADAPTERS)
-    slots = ("--max-loras", "2", "--max-cpu-loras", str(len(adapters)), "--max-lora-rank", str(MAX_RANK))
-    with bed.servers((OURS, COPIES), *slots) as running:
-        for arm in running:  # touches what no other adapter does again
-            asyncio.run(parallel(arm, [NAME, adapters[0].name]))
-        until = time.monotonic() + bed.seconds
-        for number in range(1, len(adapters)):
-            if not bed.is_quick and time.monotonic() > until:
-                break
-            for turn in range(len(running)):
-                arm = running[(number + turn) % len(running)]
-                rows += _asked(arm, adapters[: number + 1])
-
-
-def _asked(arm: Arm, adapters: Sequence[Path]) -> list[dict]:
-    """The base, the last adapter twice, and of those before it the last one that is in no slot."""
-    name, rows = adapters[-1].name, []
-    with httpx.Client(base_url=arm.server.url, verify=PLAIN_HTTP) as client:
-
-        def tiers(name: str) -> tuple[str, ...]:
-            answer = client.get(f"/v1/loras/{name}")
-            return tuple(answer.json()["tiers"]) if answer.status_code == 200 else ()
-
-        def ask(name: str, where: str) -> None:
-            if where in TIERS and (found := tiers(name)) != TIERS[where]:
-                raise RuntimeError(f"{name} is expected at {where}, and found at {found}")
-            rows.append(
-                {
-                    "arm": arm.name,
-                    "where": where,
-                    "first_token_s": asyncio.run(first_token_s(arm.port, name, 1, PROMPT)),
-                }
-            )
-
-        manager_bed.drop_page_cache(adapters[-1])
-        ask(NAME, "base")
-        ask(name, "disk")
-        ask(name, "slot")
-        # The compiled kernels point to host memory: every adapter there has a slot.
-        out = (before.name for before in reversed(adapters[:-1]) if tiers(before.name) == TIERS["host"])
-        if arm.name == COPIES and (other := next(out, None)) is not None:
-            ask(other, "host")
-    return rows
-
-
-def latency_figures(rows: list[dict]) -> list[Figure]:
-    found = []
-    for arm in (OURS, COPIES):
-        for where, label in LABELS.items():
-            each = [row["first_token_s"] * 1e3 for row in rows if (row["arm"], row["where"]) == (arm, where)]
-            if each:
-                p50, p99 = np.percentile(each, [50, 99])
-                spread = f"{min(each):.0f} to {max(each):.0f} ms, n={len(each)}"
-                found.append(Figure(f"{arm}, {label}: p50, p99", f"{p50:.0f}, {p99:.0f} ms", spread))
-    return found
 
 
 async def _found_by_its_name(port: int, name: str, path: str) -> None:
@@ -173,11 +104,8 @@ def _figures(rows: list[dict], *, first_token: float | None = None, gap: float |
         of_arm = [row for row in rows if row["arm"] == arm and row["kind"] == "cold"]
         if not of_arm:
             continue
-        each = [row["first_token_s"] * 1e3 for row in of_arm]
-        spread = f"{min(each):.0f} to {max(each):.0f} ms, n={len(each)}"
-        found.append(
-            Figure(f"{arm}: cold first token beside {STREAMS} streams", f"{statistics.median(each):.0f} ms", spread)
-        )
+        each_ms = [row["first_token_s"] * 1e3 for row in of_arm]
+        found.append(Figure.of_each(f"{arm}: cold first token beside {STREAMS} streams", each_ms, ".0f", " ms"))
         for block in {row["block"] for row in of_arm}:
             medians[arm, block] = statistics.median(row["first_token_s"] for row in of_arm if row["block"] == block)
         for kind in KINDS:
