@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -62,6 +63,15 @@ async def stream(
                     raise RuntimeError(line.decode())
     finally:
         writer.close()
+
+
+def gaps_s(answers: Sequence[Sequence[float]], start: float, end: float) -> list[float]:
+    """Gaps between tokens that end in the window; so the gap that an event at `start` lengthens is among them."""
+    return [later - earlier for times in answers for earlier, later in pairwise(times) if start < later <= end]
+
+
+def port_of(url: str) -> int:
+    return int(url.rpartition(":")[2])
 
 
 async def first_token_s(port: int, model: str, max_tokens: int, prompt: str | list[int] = SHORT_PROMPT) -> float:

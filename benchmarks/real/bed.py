@@ -13,7 +13,9 @@ from pathlib import Path
 
 from benchmarks.manager.bed import Arm, servers
 from benchmarks.record import ROOT
+from lora_plugins.kernels.processor import this_processor
 from testbed.models import edit_config
+from testbed.server import plugged
 
 NAME = "SmolLM2-135M-Instruct"
 SHIPPED = ROOT / "examples" / "adapters"
@@ -79,13 +81,19 @@ class Bed:
     def _environment(self, arm: str) -> Mapping[str, str]:
         path = [str(stock_resolver(self.home))] if arm in (STOCK, STOCK_LOADS) else []
         return {
-            "VLLM_PLUGINS": PLUGINS[arm],
+            **plugged(PLUGINS[arm], self.home / f"store of {arm}", self.root),
             "PYTHONPATH": os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")])),
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(self.root),
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_LOGGING_LEVEL": "WARNING",
-            "LORA_PLUGINS_STORE_DIR": str(self.home / f"store of {arm}"),
         }
+
+
+def dtypes(rows: list[dict]) -> Iterator[str]:
+    """The dtypes to measure; notes in `rows` where this processor does not multiply bfloat16."""
+    yield "float32"
+    if this_processor().bfloat16 is None:
+        rows.append({"dtype": "bfloat16", "left_out": "no AVX-512 BF16 and no AMX here"})
+    else:
+        yield "bfloat16"
 
 
 def perturb(source: Path, directory: Path, seed: int) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.adapters import of_linear_layers, write_adapter
 from benchmarks.manager import stall
-from benchmarks.manager.bed import size_bytes
+from benchmarks.manager.bed import rotated, size_bytes
 from benchmarks.real.bed import MAX_RANK, NAME, OURS, STOCK, STOCK_LOADS, Bed, Figure
 from benchmarks.real.many import parallel
 
@@ -78,8 +78,7 @@ def _beside_streams(
         for arm in running:  # touches what is touched for the first time, and does not count
             asyncio.run(parallel(arm, [NAME] * STREAMS + [next(fresh).name]))
         for number in bed.rounds(blocks):
-            for turn in range(len(running)):
-                arm = running[(number + turn) % len(running)]
+            for arm in rotated(running, number):
                 block = [next(fresh) for _ in range(arrivals)]
                 time.sleep(stall.SETTLE_S)
                 measured = asyncio.run(

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.callers import stream
-from benchmarks.manager.bed import Arm, size_bytes
+from benchmarks.manager.bed import Arm, rotated, size_bytes
 from benchmarks.real.bed import MAX_RANK, OURS, SMALL, SMALL_RANK, STOCK, STREAMS, Bed, Figure
 
 ZIPF_ADAPTERS, ZIPF_SLOTS = 100, 8
@@ -125,8 +125,7 @@ def zipf(bed: Bed, rows: list[dict]) -> None:
         for arm in running:
             asyncio.run(parallel(arm, [directory.name for directory in adapters]))
         for number in bed.rounds():
-            for turn in range(len(running)):
-                arm = running[(number + turn) % len(running)]
+            for arm in rotated(running, number):
                 speed = _speed(bed, arm, adapters, ZIPF, number)
                 rows.append({"arm": arm.name, "round": number, "adapters": len(adapters), "requests_per_s": speed})
 

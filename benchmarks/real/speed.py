@@ -14,9 +14,7 @@ from collections.abc import Sequence
 
 from benchmarks.callers import stream
 from benchmarks.manager.bed import Arm
-from benchmarks.processors import bfloat16_instructions
-from benchmarks.real.bed import MAX_RANK, NAME, OURS, STREAMS, Bed, Figure
-from lora_plugins.kernels.processor import this_processor
+from benchmarks.real.bed import MAX_RANK, NAME, OURS, STREAMS, Bed, Figure, dtypes
 
 COUNTS = (0, 1, 4, 16)  # of adapters; none for the base model
 GOALS = {("float32", 1): 0.97, ("float32", 16): 0.93, ("bfloat16", 1): 0.95, ("bfloat16", 16): 0.90}
@@ -39,10 +37,7 @@ async def tokens_per_s(arm: Arm, names: Sequence[str], tokens: int) -> float:
 
 def decode(bed: Bed, rows: list[dict]) -> None:
     names = [directory.name for directory in bed.adapters(max(COUNTS))]
-    for dtype in ("float32", "bfloat16"):
-        if dtype == "bfloat16" and bfloat16_instructions(this_processor()) is None:
-            rows.append({"dtype": dtype, "left_out": "no AVX-512 BF16 and no AMX here"})
-            continue
+    for dtype in dtypes(rows):
         try:
             with bed.servers([OURS], "--dtype", dtype, *SLOTS) as (arm,):
                 _rounds(bed, rows, arm, names, dtype)

@@ -33,12 +33,13 @@ from benchmarks.record import ROOT, keep
 from lora_plugins.plugin_names import how_to_install
 from testbed.bed import CACHE, MAX_TOKENS, Bed, prepare
 from testbed.models import DEMO_ADAPTERS, PROMPT
-from testbed.server import SMALL_ENGINE, outer_environment, reserved_port
+from testbed.server import SMALL_ENGINE, outer_environment, plugged, reserved_port
 
 ADAPTERS, PLACES, SLOTS, REPLICAS = 24, 12, 4, 2
 HOME = CACHE.parent / "demo-ray"
 KEY = "demo"
 APP = "lora-plugins"
+PLUGINS = "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin"
 PATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 COLD = re.compile(r'^lora_plugins_admission_wait_seconds_count\{[^}]*found="(\w+)"[^}]*\} (\S+)', re.MULTILINE)
 HEADINGS = "| router | cold starts | first token p50 · p99, s | requests/s | wrong |\n|---|---|---|---|---|"
@@ -103,10 +104,7 @@ class Cluster:
             shutil.copytree(self.bed.adapters / like, HOME / "adapters" / name)
         return {
             "PYTHONPATH": PATH,
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-            "VLLM_PLUGINS": "lora_filesystem_resolver,lora_lru_manager,lora_kernels,lora_admin",
-            "VLLM_LORA_RESOLVER_CACHE_DIR": str(HOME / "adapters"),
-            "LORA_PLUGINS_STORE_DIR": str(HOME / "store"),
+            **plugged(PLUGINS, HOME / "store", HOME / "adapters"),
             "LORA_PLUGINS_BASE_MATCH": "off",
             "LORA_PLUGINS_ADMIN_KEY": KEY,
             "VLLM_CPU_KVCACHE_SPACE": "1",
