@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 RUN := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers test-clients mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-overload bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-front-ends bench-kernels-aot bench-real wheel release-check release clean
+.PHONY: help set-up demo recording demo-ray test test-unit test-long test-models test-api-servers test-v2 test-trainers test-clients mutants soak coverage check docs format ledger matrix bench-suite bench-verify bench-models bench-mutants bench-trainers bench-fetch bench-policies bench-manager bench-queue bench-routing bench-scale bench-kernels-cpu bench-access bench-faults bench-flood bench-live bench-front-ends bench-kernels-aot bench-real wheel release-check release clean
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -19,7 +19,7 @@ demo: set-up ## unknown model names become served adapters, on a real vllm serve
 recording: set-up ## record make demo as a terminal shows it; writes docs/images/demo.svg (3 minutes)
 	@.venv/bin/uv run --quiet --no-project --with pyte python -m tools.record_demo
 
-demo-ray: set-up ## two replicas on Ray Serve, ours against Ray's routing, one killed under load (5 minutes)
+demo-ray: set-up ## two replicas on Ray Serve, ours against Ray's routing (5 minutes)
 	@$(RUN) -m benchmarks.routing.ray_serve
 
 # Tests start hundreds of processes, and each would compile the same modules.
@@ -136,9 +136,6 @@ bench-manager: set-up ## what running streams notice of a cold adapter, vLLM's m
 
 bench-queue: set-up ## waits under overload and the cost of a step, in vLLM's scheduler alone and with ours (1 minute)
 	@VLLM_PLUGINS= $(RUN) -m benchmarks.manager.queue
-
-bench-overload: set-up ## first tokens of cold adapters on servers that a flood fills, vLLM's manager beside ours (6 minutes)
-	@$(RUN) -m benchmarks.manager.overload
 
 bench-routing: set-up ## routing policies, simulated: 100,000 adapters on 1,000 replicas (3 minutes)
 	@$(RUN) -m benchmarks.routing.simulated

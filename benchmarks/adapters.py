@@ -67,3 +67,16 @@ def write_sized_adapter(directory: Path, size_mb: int, dtype: str) -> None:
     modules = [f"model.layers.{index // 4}.self_attn.{'qkvo'[index % 4]}_proj" for index in range(count)]
     piece = np.random.default_rng(0).integers(0, 0x3F, _RANK * _HIDDEN * ITEM_BYTES[dtype], dtype=np.uint8)
     write_adapter(directory, dict.fromkeys(modules, (_HIDDEN, _HIDDEN)), _RANK, lambda _: piece, dtype=dtype)
+
+
+def write_random_adapter(directory: Path, base: Path, rank: int, seed: int = 0) -> None:
+    """A float32 adapter of all linear layers of `base`: random answers, the right amount of work."""
+    random = np.random.default_rng(seed)
+    write_adapter(
+        directory,
+        of_linear_layers(base),
+        rank,
+        lambda shape: random.standard_normal(shape, np.float32) * 0.001,
+        lora_alpha=2 * rank,  # a scaling that has to be folded in, as almost every adapter's
+        base=str(base),
+    )

@@ -24,10 +24,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from benchmarks import plots
-from benchmarks.adapters import of_linear_layers, write_adapter
+from benchmarks.adapters import write_random_adapter
 from benchmarks.processors import bfloat16_instructions
 from benchmarks.record import RESULTS, keep
 from lora_plugins.kernels.processor import this_processor
@@ -51,18 +49,6 @@ def cases(slot_rank: int) -> dict[str, list[str]]:
     if slot_rank >= 64:
         result["four64"] = [f"r64-{n}" for n in range(4)]
     return result
-
-
-def random_adapter(directory: Path, base: Path, rank: int, seed: int) -> None:
-    generator = np.random.default_rng(seed)
-    write_adapter(
-        directory,
-        of_linear_layers(base),
-        rank,
-        lambda shape: generator.standard_normal(shape, np.float32) * 0.01,
-        lora_alpha=rank,
-        base=str(base),
-    )
 
 
 def started(home: Path, slot_rank: int, dtype: str) -> Callable[[list[str], str], float]:
@@ -263,7 +249,7 @@ def run(options: argparse.Namespace, dtype: str) -> None:
         base = build_base(home / "base", hidden=HIDDEN, layers=LAYERS, vocab=VOCAB, intermediate=INTERMEDIATE)
         for rank, count in ADAPTERS.items():
             for number in range(count):
-                random_adapter(home / f"r{rank}-{number}", base, rank, number)
+                write_random_adapter(home / f"r{rank}-{number}", base, rank, number)
         for kernels in options.kernels:
             for slot_rank in (0,) if kernels == "none" else options.slot_ranks:
                 found = run_engine(home, kernels, slot_rank, options.rounds, options.limit_s, dtype)

@@ -12,9 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from benchmarks.adapters import of_linear_layers, write_adapter
+from benchmarks.adapters import write_random_adapter
 from benchmarks.callers import port_of
 from testbed.models import build_base
 from testbed.server import Server, vllm_server
@@ -43,11 +41,11 @@ def base_model() -> Path:
 
 
 def adapter(base: Path, rank: int) -> Path:
-    """A random float32 adapter of all linear layers of `base`; random answers, the right amount of work."""
+    """A random adapter of all linear layers of `base`."""
     home = CACHE / f"adapter-{base.name}-r{rank}"
     if not home.exists():
         unfinished = home.with_name(f"{home.name}.{os.getpid()}")
-        _write(unfinished, base, rank)
+        write_random_adapter(unfinished, base, rank)
         os.replace(unfinished, home)
     return home
 
@@ -76,18 +74,6 @@ def drop_page_cache(directory: Path) -> None:
     with (directory / "adapter_model.safetensors").open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _write(directory: Path, base: Path, rank: int) -> None:
-    random = np.random.default_rng(rank)
-    write_adapter(
-        directory,
-        of_linear_layers(base),
-        rank,
-        lambda shape: (random.random(shape, np.float32) - 0.5) * 0.002,
-        lora_alpha=2 * rank,  # a scaling that has to be folded in, as almost every adapter's
-        base=str(base),
-    )
 
 
 @dataclass(frozen=True)

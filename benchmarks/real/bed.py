@@ -90,7 +90,7 @@ class Bed:
 def dtypes(rows: list[dict]) -> Iterator[str]:
     """The dtypes to measure; notes in `rows` where this processor does not multiply bfloat16."""
     yield "float32"
-    if this_processor().bfloat16 is None:
+    if bfloat16_instructions(this_processor()) is None:
         rows.append({"dtype": "bfloat16", "left_out": "no AVX-512 BF16 and no AMX here"})
     else:
         yield "bfloat16"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.adapters import of_linear_layers, write_adapter
+from benchmarks.adapters import write_random_adapter
 from benchmarks.manager import stall
 from benchmarks.manager.bed import rotated, size_bytes
 from benchmarks.real.bed import MAX_RANK, NAME, OURS, STOCK, STOCK_LOADS, Bed, Figure
@@ -50,16 +50,7 @@ def large(bed: Bed, rows: list[dict]) -> None:
 def _large_adapters(bed: Bed, count: int, rank: int) -> list[Path]:
     """Random ones of all linear layers, in float32; each differs from the others in its last number."""
     made = [bed.root / f"large-{number}" for number in range(count)]
-    random = np.random.default_rng(0)
-    modules = of_linear_layers(bed.base)
-    write_adapter(
-        made[0],
-        modules,
-        rank,
-        lambda shape: random.standard_normal(shape, np.float32) / 1e3,
-        lora_alpha=1,
-        base=str(bed.base),
-    )
+    write_random_adapter(made[0], bed.base, rank)
     for number, directory in enumerate(made[1:], 1):
         shutil.copytree(made[0], directory)
         with (directory / "adapter_model.safetensors").open("r+b") as file:
