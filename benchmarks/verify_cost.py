@@ -103,7 +103,7 @@ def loop_rows(home: Path, repeats: int) -> list[dict]:
 
     async def verified() -> None:
         found = await asyncio.wrap_future(children().read(home, settings))
-        await asyncio.to_thread(fit_adapter, found.adapter, base, settings)
+        await asyncio.to_thread(fit_adapter, found.adapter, base, settings, home)
 
     gc.collect()
     gc.freeze()
