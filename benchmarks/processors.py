@@ -14,8 +14,3 @@ def bfloat16_instructions(processor: Processor) -> str | None:
     if processor.architecture == "aarch64" and processor.has(ARM_BF16):
         return "ARM BF16"
     return None
-
-
-def description(processor: Processor) -> str:
-    """Return architecture and bfloat16 instructions, for results."""
-    return f"{processor.architecture}, {bfloat16_instructions(processor) or 'without AVX-512 BF16 or AMX'}"
