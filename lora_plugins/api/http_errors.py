@@ -1,6 +1,7 @@
 """Map errors of this package to vLLM's HTTP answers: the only place where errors become HTTP.
 
-Clients who only ask for completions see no paths of the server.
+Runs in the API server, and in an ingress of Ray Serve. Clients who only ask for completions see no paths of the server:
+`hidden` takes them out of an error's texts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The list of adapters, in pages, so that a server of 100,000 names goes on answering other requests."""
+"""The answers of `GET /v1/loras` and `GET /v1/loras/NAME`: every name with state, version, tiers and requests.
+
+Runs in the API server for each such call. In: the registry, the planners' states, the store. Out: models of
+`models.py`. A server of 100,000 names must go on answering other requests: the list comes in pages, and long loops run
+in threads, or in steps that let other tasks of the event loop run.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +14,8 @@ from typing import Any
 
 from lora_plugins.adapter.names import covering
 from lora_plugins.adapter.paced_work import paced
+from lora_plugins.api import models
 from lora_plugins.api.access.principals import shown
-from lora_plugins.api.models import (
-    AdapterList,
-    AdapterView,
-    DeclaredSetView,
-    DeclaredState,
-    DeclaredView,
-    LastError,
-    ServedState,
-)
 from lora_plugins.lifecycle.background_tasks import in_steps
 from lora_plugins.lifecycle.lifecycle import Lifecycle
 from lora_plugins.lifecycle.planner_client import AdapterStates
@@ -33,23 +30,25 @@ _OF_VERSION = ("source", "uri", "version", "digest", "size_bytes", "rank", "warn
 _Row = tuple[str, ServedAdapter | None]
 
 
-async def list_of(lifecycle: Lifecycle, reconciler: Reconciler | None, limit: int, after: str | None) -> AdapterList:
+async def list_of(
+    lifecycle: Lifecycle, reconciler: Reconciler | None, limit: int, after: str | None
+) -> models.AdapterList:
     """Return the page of at most so many names in alphabetical order, after the name `after`."""
     registry = lifecycle.registry
     # Copy both in the event loop, before a thread goes through them: neither may change during iteration.
     served, draining = registry.names(), list(registry.draining.values())
     rows, blocked, count, following = await asyncio.to_thread(_page, registry, served, draining, limit, after)
-    views = await _views(rows, blocked, lifecycle, await lifecycle.planner.states())
+    views = await _views(rows, blocked, lifecycle)
     # The declared set comes on the first page only, so that a reader of all pages gets one state.
     declared = None if reconciler is None or after is not None else await _declared(reconciler)
     engines = (await lifecycle.planner.figures()).values()
     is_paused, short_of = any(it.is_paused for it in engines), max((it.stats.short_of for it in engines), default="")
-    return AdapterList(
+    return models.AdapterList(
         loras=views, count=count, is_paused=is_paused, short_of=short_of, declared=declared, next=following
     )
 
 
-async def json_of(listed: AdapterList) -> str:
+async def json_of(listed: models.AdapterList) -> str:
     """Return a list as JSON; a declared set has as many rows as a file of 1 MiB, so they are written in steps."""
     if listed.declared is None:
         return listed.model_dump_json()
@@ -76,21 +75,20 @@ def _page(
     return chosen, blocked, len(rows), found[limit - 1] if found[limit:] else None
 
 
-async def view_of(name: str, lifecycle: Lifecycle) -> AdapterView | None:
+async def view_of(name: str, lifecycle: Lifecycle) -> models.AdapterView | None:
     """The row of one name; None where the name is neither served nor draining nor blocked."""
     registry = lifecycle.registry
     is_served, blocked = registry.serves(name), [name] if name in registry.blocked else []
     leaving = None if is_served else next((one for one in registry.draining.values() if one.name == name), None)
     if not is_served and leaving is None and not blocked:
         return None
-    views = await _views([(name, leaving)], blocked, lifecycle, await lifecycle.planner.states())
+    views = await _views([(name, leaving)], blocked, lifecycle)
     return views[0] if views else None
 
 
-async def _views(
-    rows: Iterable[_Row], blocked: Collection[str], lifecycle: Lifecycle, state_of: AdapterStates
-) -> list[AdapterView]:
+async def _views(rows: Iterable[_Row], blocked: Collection[str], lifecycle: Lifecycle) -> list[models.AdapterView]:
     registry, store = lifecycle.registry, lifecycle.server.resolver.store
+    state_of = await lifecycle.planner.states()
     known = [(name, leaving or registry.get(name), leaving is not None) for name, leaving in rows]
     # A name of the page may be gone from the registry by now.
     known = [row for row in known if row[1] is not None or row[0] in blocked]
@@ -115,15 +113,15 @@ def _view(
     *,
     is_leaving: bool,
     is_stored: bool,
-) -> AdapterView:
+) -> models.AdapterView:
     registry = lifecycle.registry
     adapter_id, draining = registry.adapter_id(name), registry.draining  # rows of their own
     if adapter is None:
-        return AdapterView(lora_name=name, lora_id=adapter_id, state=ServedState.BLOCKED)
+        return models.AdapterView(lora_name=name, lora_id=adapter_id, state=models.ServedState.BLOCKED)
     is_blocked = not covering(name).isdisjoint(blocked)
-    state = ServedState.PAUSED if name in registry.paused else ServedState.SERVING
+    state = models.ServedState.PAUSED if name in registry.paused else models.ServedState.SERVING
     # A block goes before a pause.
-    state = ServedState.DRAINING if is_leaving else ServedState.BLOCKED if is_blocked else state
+    state = models.ServedState.DRAINING if is_leaving else models.ServedState.BLOCKED if is_blocked else state
     engine_id = adapter.engine_id
     in_engines = state_of(engine_id) if engine_id in draining else state_of.of_name(name, engine_id, draining)
     version, error = adapter.version, adapter.last_error
@@ -131,7 +129,7 @@ def _view(
     known: dict[str, Any] = {"size_bytes": in_engines.size_bytes}
     if version is not None:
         known = {field: getattr(version, field) for field in _OF_VERSION}
-    return AdapterView(
+    return models.AdapterView(
         lora_name=name,
         lora_id=adapter_id,
         state=state,
@@ -143,18 +141,24 @@ def _view(
         pinned=adapter.is_pinned,
         pinned_digest=adapter.held_digest,
         previous_digests=[kept.digest for kept in adapter.previous],
-        last_error=error and LastError(code=error[0].code, message=str(shown(error[0])), at=error[1]),
+        last_error=error and models.LastError(code=error[0].code, message=str(shown(error[0])), at=error[1]),
         **known,
     )
 
 
-async def _declared(reconciler: Reconciler) -> DeclaredSetView | None:
+async def _declared(reconciler: Reconciler) -> models.DeclaredSetView | None:
     if (declared := reconciler.declared) is None:
         return None
     views = []
     async for name, target in in_steps(list(declared.items())):
-        state = DeclaredState.WAITING if target.error is None else DeclaredState.FAILED
         error = None if target.error is None else str(target.error)
-        views.append(DeclaredView(lora_name=name, state=DeclaredState.SERVED if target.is_done else state, error=error))
+        not_served = models.DeclaredState.WAITING if error is None else models.DeclaredState.FAILED
+        state = models.DeclaredState.SERVED if target.is_done else not_served
+        views.append(models.DeclaredView(lora_name=name, state=state, error=error))
+        views.append(
+            models.DeclaredView(
+                lora_name=name, state=models.DeclaredState.SERVED if target.is_done else state, error=error
+            )
+        )
     wrong = reconciler.file_error
-    return DeclaredSetView(loras=views, file_error=None if wrong is None else str(wrong))
+    return models.DeclaredSetView(loras=views, file_error=None if wrong is None else str(wrong))

@@ -1,4 +1,7 @@
-"""Bodies of the admin API's requests and answers; FastAPI makes vLLM's OpenAPI page from these models."""
+"""Bodies of the admin API's requests and answers, as pydantic models; the command line reads answers with them too.
+
+FastAPI makes vLLM's OpenAPI page from the models, so `description` is text for users.
+"""
 
 from __future__ import annotations
 
@@ -66,9 +69,7 @@ class RollbackRequest(SwapRequest):
 class AdapterStatus(BaseModel):
     """The result of a request of the admin API."""
 
-    status: str = Field(
-        description='"success"; "draining" where requests still run, "resumed" where a pause ended early'
-    )
+    status: str = Field(description='"success"; "draining" while requests still run, "resumed" if a pause ended early')
     message: str
     lora_name: str
     lora_id: int = Field(description="derived from the name: the same on every replica and after every restart")
@@ -125,9 +126,7 @@ class AdapterView(BaseModel):
     state: ServedState
     source: str | None = Field(default=None, description="label of the source; null if unknown")
     uri: str | None = None
-    version: str | None = Field(
-        default=None, description="at the source: a commit, or a digest of names, sizes and ETags"
-    )
+    version: str | None = Field(default=None, description="at the source: a commit, or a digest of names, sizes, ETags")
     digest: str | None = Field(default=None, description="SHA-256 over the served files")
     path: str | None = None
     size_bytes: int = Field(default=0, description="of the files; in host memory where only workers have the files")
@@ -141,13 +140,11 @@ class AdapterView(BaseModel):
         default=None, description="the version that it was rolled back to, or loaded in by its path, and stays at"
     )
     previous_digests: list[str] = Field(
-        default_factory=list, description="versions that a rollback can go to, the last one first"
+        default_factory=list, description="that a rollback can go to, the last one first"
     )
     last_error: LastError | None = None
     chat: ChatView | None = Field(default=None, description="null in lists, and where it brings nothing")
-    warnings: list[str] = Field(
-        default_factory=list, description="that it was trained on another base model, by the names of both"
-    )
+    warnings: list[str] = Field(default_factory=list, description="that it was trained on another base model, by name")
 
 
 class DeclaredState(StrEnum):
@@ -180,7 +177,7 @@ class AdapterList(BaseModel):
     count: int = Field(description="of all, on every page")
     is_paused: bool = Field(default=False, description="vLLM's /pause holds all requests, until /resume")
     short_of: str = Field(
-        default="", description="the flag of vllm serve that has made requests wait although memory was left"
+        default="", description="the flag of vllm serve that makes requests wait while memory is left"
     )
     declared: DeclaredSetView | None = Field(
         default=None, description="null without LORA_PLUGINS_ADAPTERS_FILE, and on every page but the first"

@@ -1,4 +1,7 @@
-"""The body of a push, written to a directory while it arrives; `push_forms.py` takes the body apart.
+"""The body of a push, written to a directory while the body arrives.
+
+Runs in the event loop of the API server, for each push. In: the body's pieces and the headers that describe the body.
+Out: an adapter's files in the directory, and the body's SHA-256. `push_forms.py` takes the body apart.
 
 A body is refused at the first byte that breaks a rule: the length of a safetensors header, a broken header, a header
 for another size than Content-Length or the tar archive says, a file too many, a byte over the limit. The processes that
@@ -12,8 +15,9 @@ import base64
 import hashlib
 import re
 from collections.abc import AsyncIterator, Collection
+from contextlib import aclosing
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import aiofiles
 import aiofiles.os
@@ -69,7 +73,7 @@ async def receive(
     # At most `max_bytes` may reach the disk: check the announced size first, then every piece.
     _check_size(content_bytes or 0, max_bytes)
     left_out = set()
-    async with _Files(directory) as files:
+    async with aclosing(_Files(directory)) as files:
         async for piece in _larger(body, max_bytes):
             for digest in hashes.values():
                 digest.update(piece)
@@ -119,10 +123,7 @@ class _Files:
         self._sizes_bytes: dict[str, int] = {}
         self._headers: dict[str, bytearray] = {}
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
+    async def aclose(self) -> None:
         if self._open is not None:
             await self._open.close()
 

@@ -1,4 +1,9 @@
-"""The forms of a push's body, each taken apart into files while the body arrives.
+"""The three forms of a push's body, each taken apart into files while the body arrives.
+
+Runs in the event loop of the API server, for each piece of a body that `push_body.py` receives. In: the pieces. Out of
+`feed`: the name of a file and bytes of the file, in the file's order; an empty piece of bytes begins a file. `end` is
+called after the last piece. `file_bytes` is the size of the present file, None where the form does not say. `feed` and
+`end` raise InvalidAdapter where the form is broken, or the body ends too early.
 
 Content-Type selects the form:
 
@@ -13,7 +18,6 @@ from __future__ import annotations
 import re
 import tarfile
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from lora_plugins.adapter.chat import CHAT_FILES, TOOLS_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
@@ -25,34 +29,17 @@ _MAX_FILES = 1_000  # far more shards than any adapter has
 _BLOCK_BYTES = 512  # of a tar archive
 
 
-class Form(Protocol):
-    """One of the three forms: turns pieces of a body into pieces of files."""
-
-    @property
-    def file_bytes(self) -> int | None:
-        """The size of the file whose piece `feed` has yielded; None where the form does not say."""
-        ...
-
-    def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
-        """The file names and bytes in the next piece; raises InvalidAdapter where the form is broken."""
-        ...
-
-    def end(self) -> None:
-        """Raises InvalidAdapter where the body ends too early."""
-        ...
-
-
-def form_of(content_type: str, content_bytes: int | None) -> Form:
+def form_of(content_type: str, content_bytes: int | None) -> OneFile | Parts | Archive:
     """The form of a body with this Content-Type and Content-Length; raises InvalidAdapter for another type."""
     from python_multipart.multipart import parse_options_header
 
     kind, options = parse_options_header(content_type or OCTETS)
     if kind == OCTETS.encode():
-        return _OneFile(content_bytes)
+        return OneFile(content_bytes)
     if kind == PARTS.encode() and options.get(b"boundary"):
-        return _Parts(options[b"boundary"])
+        return Parts(options[b"boundary"])
     if kind == TAR.encode():
-        return _Archive()
+        return Archive()
     raise broken(
         f"Content-Type: {content_type[:80]}", f"{OCTETS}, {PARTS} with a boundary, or {TAR}", "send the adapter so"
     )
@@ -73,7 +60,7 @@ def check_number(files: int) -> None:
         raise broken(f"more than {_MAX_FILES} files", "fewer shards")
 
 
-class _OneFile:
+class OneFile:
     """A body that is one safetensors file."""
 
     def __init__(self, file_bytes: int | None) -> None:
@@ -86,7 +73,7 @@ class _OneFile:
         pass
 
 
-class _Parts:
+class Parts:
     """The parts of a multipart body, by their file names."""
 
     file_bytes = None
@@ -161,7 +148,7 @@ class _Parts:
         self._has_ended = True
 
 
-class _Archive:
+class Archive:
     """The files of a tar archive, in any folder; files that no adapter has are skipped.
 
     Not by `tarfile` as a stream, which reads records of any size into memory, and takes a broken header for the end.

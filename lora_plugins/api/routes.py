@@ -1,7 +1,8 @@
-"""The routes of the admin API; `lora_plugins.lifecycle.lifecycle` does the work.
+"""The routes of the admin API below `/v1/loras`, for operators and trainers.
 
-`access/administrators.py` decides who may call them. Errors have vLLM's shape, with this package's code in the message
-and the error's fields beside.
+Run in the event loop of vLLM's API server. Each route reads the request, calls `lifecycle.Lifecycle`, which does the
+work, and answers with a model of `models.py`. `access/administrators.py` decides who may call them. Errors have vLLM's
+shape, with this package's code in the message and the error's fields beside.
 """
 
 from __future__ import annotations
@@ -14,30 +15,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
-from fastapi import Body as InBody
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import BeforeValidator
 from starlette.requests import ClientDisconnect
 
 from lora_plugins.adapter.chat import CHAT_FILES, GENERATION_FILE, Chat
+from lora_plugins.api import models
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request, require_admin, share_of_request, shown
 from lora_plugins.api.http_errors import body_of, headers_of
 from lora_plugins.api.listing import MAX_LIMIT, json_of, list_of, view_of
-from lora_plugins.api.models import (
-    AdapterList,
-    AdapterStatus,
-    AdapterView,
-    ChatView,
-    LoadAdapterRequest,
-    Name,
-    PushStatus,
-    PushTimings,
-    RollbackRequest,
-    SwapRequest,
-    VersionStatus,
-)
 from lora_plugins.api.push_body import receive
 from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
 from lora_plugins.lifecycle.arrivals import Body
@@ -49,6 +37,12 @@ from lora_plugins.lifecycle.swapping import KEPT_VERSIONS, ChangeReason, Version
 from lora_plugins.log import logger
 from lora_plugins.scheduler.pauses import PauseMode
 from lora_plugins.store.layout import is_digest
+
+_REFRESHED = {
+    ChangeReason.SWAPPED: "swapped to a new version",
+    ChangeReason.REPAIRED: "was fetched and loaded again, as its copy was damaged",
+    ChangeReason.UNCHANGED: "serves the newest version",
+}
 
 
 class _Route(APIRoute):
@@ -83,18 +77,12 @@ def _pushes(request: Request) -> Pushes:
     return request.app.state.lora_plugins_pushes  # type: ignore[no-any-return]
 
 
-_Pushes = Annotated[Pushes, Depends(_pushes)]
-_Reconciler = Annotated[Reconciler | None, Depends(_reconciler)]
-_Lifecycle = Annotated[Lifecycle, Depends(_lifecycle)]
-
-
-_IfMatch = Annotated[
-    list[str] | None, Header(description="the digest that must be served now, or *; else 412 and no change")
-]
-
-
-def _expected(if_match: list[str] | None) -> str | None:
-    """The digest of an If-Match header, bare or in quotes as an ETag, or `*` for any served version.
+def _expected_digest(
+    if_match: Annotated[
+        list[str] | None, Header(description="the digest that must be served now, or *; else 412 and no change")
+    ] = None,
+) -> str | None:
+    """The digest of an If-Match header, bare or in quotes as an ETag, or `*` for any served version; None without one.
 
     Raises:
         InvalidAdapter: the header has another text, or none: a caller who has lost the digest must not change a
@@ -116,45 +104,25 @@ def _expected(if_match: list[str] | None) -> str | None:
     return digest
 
 
-_REFRESHED = {
-    ChangeReason.SWAPPED: "swapped to a new version",
-    ChangeReason.REPAIRED: "was fetched and loaded again, as its copy was damaged",
-    ChangeReason.UNCHANGED: "serves the newest version",
-}
-
-
-def _ms(seconds: float) -> float:
-    return round(seconds * 1e3, 3)
-
-
-@asynccontextmanager
-async def _changing(lifecycle: Lifecycle) -> AsyncIterator[float]:
-    """End only once what is served is written down: a kill forgets no answered change; yields the start of the call."""
-    yield time.perf_counter()
-    await lifecycle.written()
-
-
-@asynccontextmanager
-async def _left_clients(name: str) -> AsyncIterator[None]:
-    """A client that leaves before the end of its body is no fault of the server's: one line of the log."""
-    try:
-        yield
-    except ClientDisconnect:
-        logger.info("The client of a push of adapter '%s' left before the end of the body", name)
-        raise HTTPException(400, "the client has left") from None  # nobody reads the answer
+_Lifecycle = Annotated[Lifecycle, Depends(_lifecycle)]
+_Reconciler = Annotated[Reconciler | None, Depends(_reconciler)]
+_Pushes = Annotated[Pushes, Depends(_pushes)]
+_Expected = Annotated[str | None, Depends(_expected_digest)]
 
 
 @router.post("")
-async def load(body: LoadAdapterRequest, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> VersionStatus:
+async def load(
+    body: models.LoadAdapterRequest, lifecycle: _Lifecycle, expects: _Expected = None
+) -> models.VersionStatus:
     """Serve an adapter under a name, from a URI or from any source of the server that has the name. Idempotent."""
     uri = None if body.source is None else body.source.uri
     async with _changing(lifecycle) as began:
-        change = await lifecycle.load(body.lora_name, uri, expects=_expected(if_match))
+        change = await lifecycle.load(body.lora_name, uri, expects=expects)
     done = "loaded" if change.reason is ChangeReason.LOADED else "is served"
     return _version_status(lifecycle, body.lora_name, done, change, began)
 
 
-@router.get("", response_model=AdapterList)
+@router.get("", response_model=models.AdapterList)
 async def list_all(
     lifecycle: _Lifecycle,
     reconciler: _Reconciler,
@@ -170,7 +138,7 @@ async def list_all(
 @router.put("/{lora_name:path}")
 async def push(
     *,
-    lora_name: Name,
+    lora_name: models.Name,
     request: Request,
     lifecycle: _Lifecycle,
     pushes: _Pushes,
@@ -186,8 +154,8 @@ async def push(
     keep: Annotated[
         int, Query(ge=0, le=100, description="how many earlier versions stay in the store, as NAME@DIGEST")
     ] = KEPT_VERSIONS,
-    if_match: _IfMatch = None,
-) -> PushStatus:
+    expects: _Expected = None,
+) -> models.PushStatus:
     """Serve the adapter in the body as the next version of a name; `lora_plugins.client` sends such bodies.
 
     The body is a safetensors file with adapter_config.json in its metadata, the files of a PEFT directory as
@@ -197,8 +165,7 @@ async def push(
     length = headers.get("content-length", "")
     # A chunked body has no length; `receive` counts the bytes in both cases.
     content_bytes = int(length) if length.isdecimal() else None
-
-    principal, settings = principal_of_request.get() or Principal(""), lifecycle.server.resolver.settings
+    principal, settings = _caller(), lifecycle.server.resolver.settings
     # A template is a program that runs in the server, and added tokens have it keep a further tokenizer: a tenant's are
     # none that the operator has chosen.
     leaves_out = {*CHAT_FILES} - {GENERATION_FILE} if principal.is_pusher else ()
@@ -225,23 +192,23 @@ async def push(
             lora_name,
             Body(aiter(request.stream()), content_bytes, share_of_request(), principal.owns),
             receive_body,
-            expects=_expected(if_match),
+            expects=expects,
             moves=mode == "inflight",
             pins=pin,
             kept_versions=keep,
         )
-    timings = PushTimings(
+    timings = models.PushTimings(
         waited_ms=_ms(pushed.waited_s), received_ms=_ms(pushed.received_s), served_ms=_ms(pushed.served_s)
     )
     serves = f"serves what was pushed, {(pushed.change.after or '')[:12]}"
     if left_out:
         serves += f", without {', '.join(sorted(left_out))}, which only administrators may bring"
     done = _version_status(lifecycle, lora_name, serves, pushed.change, began)
-    return PushStatus(**done.model_dump(), timings=timings)
+    return models.PushStatus(**done.model_dump(), timings=timings)
 
 
 @router.get("/{lora_name:path}")
-async def show(lora_name: Name, lifecycle: _Lifecycle) -> AdapterView:
+async def show(lora_name: models.Name, lifecycle: _Lifecycle) -> models.AdapterView:
     """One adapter, as in the list."""
     view = await view_of(lora_name, lifecycle)
     if view is None:
@@ -251,11 +218,141 @@ async def show(lora_name: Name, lifecycle: _Lifecycle) -> AdapterView:
     return view
 
 
-async def _chat_view(path: str, lifecycle: Lifecycle) -> ChatView | None:
+@router.delete("/{lora_name:path}")
+async def unload(
+    lora_name: models.Name,
+    lifecycle: _Lifecycle,
+    block: Annotated[bool, Query(description="refuse the name from here on, until it is loaded again")] = False,
+    timeout_s: Annotated[
+        float | None, Query(ge=0, le=86_400, description="how long running requests have before they are ended")
+    ] = None,
+    expects: _Expected = None,
+) -> models.AdapterStatus:
+    """Stop serving a name, let its requests finish, and free its slot, host memory and lease.
+
+    `block` covers all revisions of the name, on every server of the store; without `timeout_s`, the answer comes at
+    once. A tenant blocks served names only: blocks stay, and the pushes before them are counted.
+    """
+    if block and _caller().is_pusher and lifecycle.registry.get(lora_name) is None:
+        raise lifecycle.registry.not_served(lora_name)
+    async with nullcontext() if block else _changing(lifecycle):  # a block is on disk by itself
+        is_free = await lifecycle.unload(lora_name, block=block, timeout_s=timeout_s, expects=expects)
+    done = "unloaded and blocked" if block else "unloaded"
+    if is_free:
+        return _status(lifecycle, lora_name, done)
+    return _status(lifecycle, lora_name, f"{done}; requests that still run keep its memory until they end", "draining")
+
+
+@router.post("/{lora_name:path}/prefetch")
+async def prefetch(lora_name: models.Name, lifecycle: _Lifecycle, expects: _Expected = None) -> models.AdapterStatus:
+    """Bring an adapter into the workers' host memory before any request."""
+    async with _changing(lifecycle):
+        await lifecycle.prefetch(lora_name, expects=expects)
+    return _status(lifecycle, lora_name, "is in host memory")
+
+
+@router.post("/{lora_name:path}/pin")
+async def pin(lora_name: models.Name, lifecycle: _Lifecycle, expects: _Expected = None) -> models.AdapterStatus:
+    """Keep an adapter in host memory and in a slot."""
+    async with _changing(lifecycle):
+        await lifecycle.pin(lora_name, expects=expects)
+    return _status(lifecycle, lora_name, "pinned")
+
+
+@router.post("/{lora_name:path}/unpin")
+async def unpin(lora_name: models.Name, lifecycle: _Lifecycle) -> models.AdapterStatus:
+    """Let a pinned adapter be evicted like any other."""
+    async with _changing(lifecycle):
+        await lifecycle.unpin(lora_name)
+    return _status(lifecycle, lora_name, "unpinned")
+
+
+@router.post("/{lora_name:path}/pause")
+async def pause(
+    lora_name: models.Name,
+    lifecycle: _Lifecycle,
+    mode: Annotated[
+        PauseMode, Query(description="whether requests that came before end, are aborted, or go on after the resume")
+    ] = PauseMode.WAIT,
+) -> models.AdapterStatus:
+    """Hold new requests for a name until a resume; the answer comes once none runs. Other names run on."""
+    is_paused = await lifecycle.server.pause(lora_name, mode)
+    if is_paused:
+        return _status(lifecycle, lora_name, "paused")
+    return _status(lifecycle, lora_name, "was resumed before its requests had ended", "resumed")
+
+
+@router.post("/{lora_name:path}/resume")
+async def resume(lora_name: models.Name, lifecycle: _Lifecycle) -> models.AdapterStatus:
+    """Let held requests of a paused name go on."""
+    was_paused = await lifecycle.server.resume(lora_name)
+    return _status(lifecycle, lora_name, "resumed" if was_paused else "was not paused")
+
+
+@router.post("/{lora_name:path}/refresh")
+async def refresh(
+    lora_name: models.Name,
+    lifecycle: _Lifecycle,
+    body: models.SwapRequest | None = None,
+    expects: _Expected = None,
+) -> models.VersionStatus:
+    """Look for a new version at the source now, and swap to it; ends the effect of a rollback."""
+    body = body or models.SwapRequest()
+    async with _changing(lifecycle) as began:
+        change = await lifecycle.refresh(lora_name, expects=expects, moves=body.moves)
+    return _version_status(lifecycle, lora_name, _REFRESHED[change.reason], change, began)
+
+
+@router.post("/{lora_name:path}/rollback")
+async def rollback(
+    lora_name: models.Name,
+    lifecycle: _Lifecycle,
+    pushes: _Pushes,
+    body: models.RollbackRequest | None = None,
+    expects: _Expected = None,
+) -> models.VersionStatus:
+    """Go back to the version before, or to a kept version, and stay there until the next refresh or push."""
+    body, principal = body or models.RollbackRequest(), _caller()
+    async with _changing(lifecycle) as began:
+        # The digests of the answer come with the change itself: another call may change the name meanwhile.
+        change = await lifecycle.roll_back(
+            lora_name,
+            body.digest,
+            expects=expects,
+            moves=body.moves,
+            of_any_name=not principal.is_pusher,
+            admit=partial(pushes.admitted, lora_name, share_of_request(), principal.owns),
+        )
+    return _version_status(lifecycle, lora_name, f"rolled back to {(change.after or '')[:12]}", change, began)
+
+
+def _caller() -> Principal:
+    """The caller as the access policy knows the caller; one without any right of a pusher where no policy decides."""
+    return principal_of_request.get() or Principal("")
+
+
+@asynccontextmanager
+async def _changing(lifecycle: Lifecycle) -> AsyncIterator[float]:
+    """End only once what is served is written down: a kill forgets no answered change; yields the start of the call."""
+    yield time.perf_counter()
+    await lifecycle.written()
+
+
+@asynccontextmanager
+async def _left_clients(name: str) -> AsyncIterator[None]:
+    """A client that leaves before the end of its body is no fault of the server's: one line of the log."""
+    try:
+        yield
+    except ClientDisconnect:
+        logger.info("The client of a push of adapter '%s' left before the end of the body", name)
+        raise HTTPException(400, "the client has left") from None  # nobody reads the answer
+
+
+async def _chat_view(path: str, lifecycle: Lifecycle) -> models.ChatView | None:
     chat = await lifecycle.server.resolver.chats.read(path)
     if chat == Chat():
         return None
-    return ChatView(
+    return models.ChatView(
         template=bool(chat.templates),
         special_tokens=dict(chat.special_tokens),
         end_token=chat.special_tokens.get("eos_token"),
@@ -266,117 +363,10 @@ async def _chat_view(path: str, lifecycle: Lifecycle) -> ChatView | None:
     )
 
 
-@router.delete("/{lora_name:path}")
-async def unload(
-    lora_name: Name,
-    lifecycle: _Lifecycle,
-    block: Annotated[bool, Query(description="refuse the name from here on, until it is loaded again")] = False,
-    timeout_s: Annotated[
-        float | None, Query(ge=0, le=86_400, description="how long running requests have before they are ended")
-    ] = None,
-    if_match: _IfMatch = None,
-) -> AdapterStatus:
-    """Stop serving a name, let its requests finish, and free its slot, host memory and lease.
-
-    `block` covers all revisions of the name, on every server of the store; without `timeout_s`, the answer comes at
-    once. A tenant blocks served names only: blocks stay, and the pushes before them are counted.
-    """
-    principal = principal_of_request.get()
-    if block and principal is not None and principal.is_pusher and lifecycle.registry.get(lora_name) is None:
-        raise lifecycle.registry.not_served(lora_name)
-    async with nullcontext() if block else _changing(lifecycle):  # a block is on disk by itself
-        is_free = await lifecycle.unload(lora_name, block=block, timeout_s=timeout_s, expects=_expected(if_match))
-    done = "unloaded and blocked" if block else "unloaded"
-    if is_free:
-        return _status(lifecycle, lora_name, done)
-    return _status(lifecycle, lora_name, f"{done}; requests that still run keep its memory until they end", "draining")
-
-
-@router.post("/{lora_name:path}/prefetch")
-async def prefetch(lora_name: Name, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> AdapterStatus:
-    """Bring an adapter into the workers' host memory before any request."""
-    async with _changing(lifecycle):
-        await lifecycle.prefetch(lora_name, expects=_expected(if_match))
-    return _status(lifecycle, lora_name, "is in host memory")
-
-
-@router.post("/{lora_name:path}/pin")
-async def pin(lora_name: Name, lifecycle: _Lifecycle, if_match: _IfMatch = None) -> AdapterStatus:
-    """Keep an adapter in host memory and in a slot."""
-    async with _changing(lifecycle):
-        await lifecycle.pin(lora_name, expects=_expected(if_match))
-    return _status(lifecycle, lora_name, "pinned")
-
-
-@router.post("/{lora_name:path}/unpin")
-async def unpin(lora_name: Name, lifecycle: _Lifecycle) -> AdapterStatus:
-    """Let a pinned adapter be evicted like any other."""
-    async with _changing(lifecycle):
-        await lifecycle.unpin(lora_name)
-    return _status(lifecycle, lora_name, "unpinned")
-
-
-@router.post("/{lora_name:path}/pause")
-async def pause(
-    lora_name: Name,
-    lifecycle: _Lifecycle,
-    mode: Annotated[
-        PauseMode, Query(description="whether requests that came before end, are aborted, or go on after the resume")
-    ] = PauseMode.WAIT,
-) -> AdapterStatus:
-    """Hold new requests for a name until a resume; the answer comes once none runs. Other names run on."""
-    is_paused = await lifecycle.server.pause(lora_name, mode)
-    if is_paused:
-        return _status(lifecycle, lora_name, "paused")
-    return _status(lifecycle, lora_name, "was resumed before its requests had ended", "resumed")
-
-
-@router.post("/{lora_name:path}/resume")
-async def resume(lora_name: Name, lifecycle: _Lifecycle) -> AdapterStatus:
-    """Let held requests of a paused name go on."""
-    was_paused = await lifecycle.server.resume(lora_name)
-    return _status(lifecycle, lora_name, "resumed" if was_paused else "was not paused")
-
-
-@router.post("/{lora_name:path}/refresh")
-async def refresh(
-    lora_name: Name,
-    lifecycle: _Lifecycle,
-    body: Annotated[SwapRequest | None, InBody()] = None,
-    if_match: _IfMatch = None,
-) -> VersionStatus:
-    """Look for a new version at the source now, and swap to it; ends the effect of a rollback."""
-    body = body or SwapRequest()
-    async with _changing(lifecycle) as began:
-        change = await lifecycle.refresh(lora_name, expects=_expected(if_match), moves=body.moves)
-    return _version_status(lifecycle, lora_name, _REFRESHED[change.reason], change, began)
-
-
-@router.post("/{lora_name:path}/rollback")
-async def rollback(
-    lora_name: Name,
-    lifecycle: _Lifecycle,
-    pushes: _Pushes,
-    body: Annotated[RollbackRequest | None, InBody()] = None,
-    if_match: _IfMatch = None,
-) -> VersionStatus:
-    """Go back to the version before, or to a kept version, and stay there until the next refresh or push."""
-    body, principal = body or RollbackRequest(), principal_of_request.get() or Principal("")
-    async with _changing(lifecycle) as began:
-        # The digests of the answer come with the change itself: another call may change the name meanwhile.
-        change = await lifecycle.roll_back(
-            lora_name,
-            body.digest,
-            expects=_expected(if_match),
-            moves=body.moves,
-            of_any_name=not principal.is_pusher,
-            admit=partial(pushes.admitted, lora_name, share_of_request(), principal.owns),
-        )
-    return _version_status(lifecycle, lora_name, f"rolled back to {(change.after or '')[:12]}", change, began)
-
-
-def _version_status(lifecycle: Lifecycle, name: str, done: str, change: VersionChange, began: float) -> VersionStatus:
-    return VersionStatus(
+def _version_status(
+    lifecycle: Lifecycle, name: str, done: str, change: VersionChange, began: float
+) -> models.VersionStatus:
+    return models.VersionStatus(
         **_status(lifecycle, name, done).model_dump(),
         digest=change.after,
         previous_digest=change.before,
@@ -385,6 +375,11 @@ def _version_status(lifecycle: Lifecycle, name: str, done: str, change: VersionC
     )
 
 
-def _status(lifecycle: Lifecycle, name: str, what: str, status: str = "success") -> AdapterStatus:
+def _status(lifecycle: Lifecycle, name: str, what: str, status: str = "success") -> models.AdapterStatus:
     message = f"LoRA adapter '{name}' {what}."
-    return AdapterStatus(status=status, message=message, lora_name=name, lora_id=lifecycle.registry.adapter_id(name))
+    lora_id = lifecycle.registry.adapter_id(name)
+    return models.AdapterStatus(status=status, message=message, lora_name=name, lora_id=lora_id)
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1e3, 3)

@@ -1,4 +1,7 @@
-"""The command line `lora-plugins`: how it ends; docs/guides/command-line.md has the table of exit codes."""
+"""The entry point of the command line `lora-plugins`, and its exit codes.
+
+docs/guides/command-line.md has the table of exit codes.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """PEFT's answers on this machine, and the modules at fault where a server's answers are not the trained adapter's.
 
-The server's answers are compared with answers of the adapter with a group of its modules left out, or scaled: a group
-with equal answers is at fault. Groups are a projection of all layers, a layer, and one module of a layer; and what a
-whole adapter has beside A and B, such as DoRA's magnitudes.
+Runs in the process of `compare --peft`, with torch and PEFT. In: an adapter's directory, and the server's answers. Out:
+the trained answers, and one line that names the cause. The server's answers are compared with answers of the adapter
+with a group of its modules left out, or scaled: a group with equal answers is at fault. Groups are a projection of all
+layers, a layer, and one module of a layer; and what a whole adapter has beside A and B, such as DoRA's magnitudes.
 """
 
 from __future__ import annotations
@@ -79,12 +80,11 @@ class ByPeft:
         self.modules = [*self._layers]
         with_rank = {name: one for name, one in self._layers.items() if hasattr(one, "r")}  # not IA3's
         self.ranks = {name: max(one.r.values()) for name, one in with_rank.items()}
-        sides = [side for one in with_rank.values() for side in one.lora_B.values() if hasattr(side, "bias")]
+        sides = (side for one in with_rank.values() for side in one.lora_B.values())
+        biases = [side.bias for side in sides if getattr(side, "bias", None) is not None]
         kinds: dict[str, list[_Without]] = {
             "DoRA's magnitudes": [(one, "lora_variant", {}) for one in with_rank.values() if one.lora_variant],
-            "the biases of B": [
-                (side.bias, "data", torch.zeros_like(side.bias)) for side in sides if side.bias is not None
-            ],
+            "the biases of B": [(bias, "data", torch.zeros_like(bias)) for bias in biases],
             # PEFT puts these into the base model's own layers, and does not take them out for the base's answers.
             "the trained biases": [(one, "data", before) for one, before in own if not torch.equal(one, before)],
             "the trained tokens": [_disabled(one) for one in of_tokens],

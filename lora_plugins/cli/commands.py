@@ -1,4 +1,8 @@
-"""The application: every command, and how errors of a command become a line and an exit code."""
+"""The application `lora-plugins`: registers every command with Typer, and maps errors to a line on stderr and an exit code.
+
+`main` of `cli/__init__.py` calls `run` once for each process. In: the arguments. Out: the exit code; the command has
+printed its result by then.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +33,7 @@ from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import environment
 
 _COMPLETION = "_LORA_PLUGINS_COMPLETE"  # set by the scripts that Typer installs, which call without arguments
-_OWN = (doctor, why, inspect, pull, ls, verify, gc, rm, push, compare, explain)
-_COMMANDS: Sequence[Callable[..., Result]] = (*_OWN, *VERBS)
+_COMMANDS = (doctor, why, inspect, pull, ls, verify, gc, rm, push, compare, explain, *VERBS)
 EXAMPLES: dict[str, list[str]] = {}  # by command, from its docstring
 
 app = typer.Typer(
@@ -136,9 +139,7 @@ def _printing(function: Callable[..., Result]) -> Callable[..., Exit | BaseExcep
 
 def _common(
     *,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Nothing but errors: the exit code says the rest.")
-    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Errors alone: the exit code says the rest.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A single JSON object on stdout, and nothing else.")] = False,
 ) -> None:
     """The options of every command."""
@@ -163,9 +164,7 @@ def _print_version(value: bool) -> None:
 @app.callback()
 def _options(
     *,
-    debug: Annotated[
-        bool, typer.Option("--debug", help="Show the log, and the traceback of what should not happen.")
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the log, and the traceback of a bug.")] = False,
     version: Annotated[  # noqa: ARG001 - its callback ends the command
         bool, typer.Option("--version", "-V", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,

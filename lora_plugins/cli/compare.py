@@ -1,6 +1,9 @@
-"""`compare`: a server's answers for an adapter against the trained answers, in multiples of the noise floor.
+"""`compare NAME`: whether a server's answers with an adapter are the answers that were trained.
 
-Works with any vLLM server, ours or not: prompts are token ids, answers are `prompt_logprobs` of `/v1/completions`.
+Runs in the command's process, against any vLLM server, ours or not. In: logarithms of the probabilities of prompts'
+tokens: the server's, by `/v1/completions`, and the trained ones, from a trainer's file or computed here by PEFT. Out: a
+verdict for each prompt. Differences are counted in multiples of the floor: how far the server is from the trainer for
+the base model alone, which no adapter explains. `at_fault.py` names the modules that differ.
 """
 
 from __future__ import annotations
@@ -45,9 +48,7 @@ def compare(
     base: Annotated[str | None, typer.Option("--base", help="With --peft: another base than it names.")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="With --peft: a file with a prompt a line.")] = None,
     limit: Annotated[float, typer.Option("--limit", min=1.0, help="Multiples of the floor that are still right.")] = 5,
-    by_token: Annotated[
-        bool, typer.Option("--by-token", help="A request for each token, as lm_head needs it.")
-    ] = False,
+    by_token: Annotated[bool, typer.Option("--by-token", help="A request for each token, for lm_head.")] = False,
     url: ServerUrl = DEFAULT_URL,
     timeout_s: Timeout = 120.0,
 ) -> Result:
@@ -137,9 +138,8 @@ def read_trained(path: Path) -> Iterator[Trained]:
             raw = json.loads(text)
             ids, plain = tuple(map(int, raw["token_ids"])), raw.get("base_logprobs")
             base = None if plain is None else _after_the_first(plain, len(ids))
-            one = Trained(
-                str(raw.get("prompt", f"line {place}")), ids, _after_the_first(raw["logprobs"], len(ids)), base
-            )
+            prompt = str(raw.get("prompt", f"line {place}"))
+            one = Trained(prompt, ids, _after_the_first(raw["logprobs"], len(ids)), base)
         except _STRANGE as error:
             what = f"line {place} of {path} is no object with token_ids, logprobs and base_logprobs"
             raise UsageProblem(f"--trainer: {what} ({type(error).__name__}: {error})") from None

@@ -1,4 +1,9 @@
-"""`doctor`: every check in the order of a server's start, a running server's answers, and a verdict in one sentence."""
+"""`doctor`: whether lora-plugins would serve in this environment, and what keeps it from serving.
+
+Runs in the command's process; no engine starts. In: the environment's variables, the installed packages, and with
+`--url` a running server. Out: the findings of every check, in the order of a server's start, and a verdict in one
+sentence. The checks are in `checks.py` and `source_checks.py`; a running server is compared here.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,8 @@ import typer
 from lora_plugins import plugin_names
 from lora_plugins.api.models import AdapterList, DeclaredState
 from lora_plugins.cli import Exit, checks, source_checks
-from lora_plugins.cli.checks import Check, Context, of_plugin, ok, problem, unless_wrong, warning
+from lora_plugins.cli.checks import of_plugin, unless_wrong
+from lora_plugins.cli.doctor_context import Check, Context, ok, problem, warning
 from lora_plugins.cli.output import Result, line, number, steps_table
 from lora_plugins.cli.server_client import AdminClient
 from lora_plugins.client.attempt import object_of
@@ -29,6 +35,7 @@ _OF_ADMIN = tuple(
     f"LORA_PLUGINS_{name}" for name in ("ADAPTERS_FILE", "PRELOAD", "RESTORE", "REFRESH_S", "DRAIN_TIMEOUT_S", "POLICY")
 )
 _VLLMS_MANAGER = "vLLM's own runs, and a request with prompt_logprobs beside others may crash an engine on the CPU"
+_VLLMS_KERNELS = "vLLM's own kernels compute adapters"
 # In the order of a server's start.
 CHECKS: Mapping[str, Check] = {
     "vllm": checks.vllm,
@@ -42,9 +49,7 @@ CHECKS: Mapping[str, Check] = {
     "runtime": checks.runtime,
     "manager": of_plugin(MANAGER, _OF_MANAGER, checks.named(MANAGER), _VLLMS_MANAGER),
     "kernels": checks.or_vllms_kernels(
-        of_plugin(
-            KERNELS, _OF_KERNELS, unless_wrong(*_OF_KERNELS, checks.kernels), "vLLM's own kernels compute adapters"
-        )
+        of_plugin(KERNELS, _OF_KERNELS, unless_wrong(*_OF_KERNELS, checks.kernels), _VLLMS_KERNELS)
     ),
     "admin": of_plugin(ADMIN, _OF_ADMIN, checks.admin, "no admin API, no hot swap"),
     "store": unless_wrong("LORA_PLUGINS_STORE_DIR", checks.store),
@@ -60,7 +65,7 @@ _NAMES_OF_SOURCES = {**{label: label for label in SOURCE_LABELS}, "sources": OTH
 def doctor(
     *,
     url: Annotated[
-        str | None, typer.Option("--url", help="Ask the server at this address too, and compare it with what is here.")
+        str | None, typer.Option("--url", help="Compare a server at this address with what is here.")
     ] = None,
     network: Annotated[bool, typer.Option(help="Ask S3 and the Hub whether they answer.")] = True,
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for each question.")] = 5.0,

@@ -1,4 +1,7 @@
-"""`explain`: the documentation's words on an error code, from the package's own copy of the page of errors."""
+"""`explain CODE`: what an error code means, from the package's own copy of the documentation's page of errors.
+
+Runs in the command's process, without a network. `tools/write_cli_doc.py` writes the copy, `errors.md`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""`inspect`: the facts of adapters, and whether a server would serve them."""
+"""`inspect`: the facts of adapters, and whether a server would serve them.
+
+Runs in the command's process. In: directories, URIs, which are fetched into the store first, or names and digests of
+the store. Out: files, configuration, tensors and chat parts of each adapter, and the verdict of the verification that a
+server makes. Every part is read by itself, so a broken part hides no other.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +38,12 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE, open_weights
 from lora_plugins.adapter.weights import LoraPair, Weights, pair_weights
 from lora_plugins.adapter.writers import by_keys
 from lora_plugins.cli import Exit, exit_of
-from lora_plugins.cli.base_model import compared_with, on_base, why_not_compared, would_be_served
+from lora_plugins.cli.base_model import BaseModelPath, MaxRank, ServedNames, base_of_options
+from lora_plugins.cli.fit_verdict import compared_with, why_not_compared, would_be_served
 from lora_plugins.cli.lookup import bring
-from lora_plugins.cli.name_arguments import NamesFile, is_pattern, listed, wanted
-from lora_plugins.cli.output import Output, Result, error_fields, line, number, short, size
-from lora_plugins.cli.store_commands import StoreView
+from lora_plugins.cli.name_arguments import NamesFile, is_pattern, wanted
+from lora_plugins.cli.output import Output, Result, error_fields, line, listed, number, short, size
+from lora_plugins.cli.store_view import StoreView
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, describing
 from lora_plugins.resolvers.sources.source import choose_files
 from lora_plugins.settings import Settings
@@ -57,7 +63,6 @@ class Found:
     chat: Chat = field(default_factory=Chat)
 
 
-@on_base
 def inspect(
     output: Output,
     adapters: Annotated[
@@ -66,8 +71,9 @@ def inspect(
     ] = None,
     *,
     file: NamesFile = None,
-    settings: Settings,
-    base: BaseModel | None,
+    base_model: BaseModelPath = None,
+    served_model_name: ServedNames = None,
+    max_lora_rank: MaxRank = None,
 ) -> Result:
     """Say what adapters are, and whether they would be served.
 
@@ -76,6 +82,8 @@ def inspect(
         inspect hf://org/repo@main --json
         inspect team/sql
     """
+    settings = Settings.from_env()
+    base = base_of_options(settings, base_model, served_model_name, max_lora_rank)
     answers: list[Result] = []
     for asked in wanted(adapters, file):
         text = asked.uri or asked.name

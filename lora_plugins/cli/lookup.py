@@ -1,4 +1,9 @@
-"""`pull`, and the sources of this environment, asked without a server as a server would, for several names at once."""
+"""`pull`, and `look_up`: ask this environment's sources for adapters, as a server would at a first request.
+
+Runs in the command's process, without a server; `why` and `inspect` of a URI use `look_up` too. In: names and URIs, as
+`LookUp` objects, several at once. Out: each `LookUp` with the adapter verified in the store, or the adapter that a dry
+run would fetch, or an error.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +19,10 @@ import typer
 
 from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.cli.name_arguments import (
-    AskedName,
-    NamesFile,
-    expand,
-    listed,
-    malformed,
-    names_of_environment,
-    require_sources,
-    sources_of_environment,
-    wanted,
-)
-from lora_plugins.cli.output import FetchBars, Output, Result, line, size
+from lora_plugins.cli.name_arguments import AskedName, NamesFile, expand, malformed, wanted
+from lora_plugins.cli.output import Output, Result, line, listed, size
+from lora_plugins.cli.progress_bars import FetchBars
+from lora_plugins.cli.sources import names_of_environment, require_sources, sources_of_environment
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.events import AdapterResolved, Events, FetchStarted
 from lora_plugins.resolvers.file_selection import select_files
@@ -61,21 +58,23 @@ class LookUp:
 
     @classmethod
     def of(cls, one: AskedName) -> LookUp:
-        """Return the look-up of a name, or of a URI with a name for messages.
-
-        Raises:
-            LoRAPluginsError: the text is neither a name nor a URI.
-        """
-        text = one.uri or one.name
+        """Return the look-up of a name, or of a URI with a name for messages; with an error for any other text."""
+        asked = cls(one.uri or one.name, one.name)
         try:
-            if "://" not in text:
-                return cls(text, str(AdapterName.parse(text)))
-            uri = SourceUri.parse(text)
-            return cls(text, _name_of(uri) if one.uri is None else str(AdapterName.parse(one.name)), uri)
+            if "://" in asked.text:
+                asked.uri = SourceUri.parse(asked.text)
+            if asked.uri is not None and one.uri is None:
+                asked.name = _name_of(asked.uri)
+            else:
+                asked.name = str(AdapterName.parse(one.name))
         except LoRAPluginsError as error:
             if "://" not in one.name:  # the URI's fault may be a password
                 error.adapter = error.adapter or one.name
-            raise
+            if one.name.startswith(("/", "./", "../", "~/")) and one.uri is None:
+                path = Path(os.path.expanduser(one.name)).absolute()  # `Path.expanduser` raises where there is no home
+                error.remedy = f"for a directory of this machine use {path.as_uri()}"
+            asked.found.error = error
+        return asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +234,10 @@ def pull(
     """
     settings = Settings.from_env()
     asked = expand(wanted(names, file), lambda: names_of_environment(settings, base_model), "the sources")
-    pulled = [one if isinstance(one, LoRAPluginsError) else _look_up_of(one) for one in asked]
-    look_up(output, settings, [one for one in pulled if isinstance(one, LookUp)], base_model)
-    return listed(map(_result, pulled))
+    pulled = [one if isinstance(one, LoRAPluginsError) else LookUp.of(one) for one in asked]
+    look_ups = [one for one in pulled if isinstance(one, LookUp) and one.found.error is None]
+    look_up(output, settings, look_ups, base_model)
+    return listed(one if isinstance(one, LoRAPluginsError) else _result(one) for one in pulled)
 
 
 def bring(output: Output, settings: Settings, uri: str) -> Stored:
@@ -247,23 +247,12 @@ def bring(output: Output, settings: Settings, uri: str) -> Stored:
         AdapterNotFound: there is no adapter. LoRAPluginsError: the adapter cannot be had, or cannot be served.
     """
     asked = LookUp.of(AskedName(uri))
-    look_up(output, settings, [asked], "")
+    if asked.found.error is None:
+        look_up(output, settings, [asked], "")
     return _brought(asked)
 
 
-def _look_up_of(one: AskedName) -> LookUp | LoRAPluginsError:
-    try:
-        return LookUp.of(one)
-    except LoRAPluginsError as error:
-        if one.name.startswith(("/", "./", "../", "~/")) and one.uri is None:
-            path = Path(os.path.expanduser(one.name)).absolute()  # `Path.expanduser` raises where there is no home
-            error.remedy = f"for a directory of this machine use {path.as_uri()}"
-        return error
-
-
-def _result(pulled: LookUp | LoRAPluginsError) -> Result | LoRAPluginsError:
-    if isinstance(pulled, LoRAPluginsError):
-        return pulled
+def _result(pulled: LookUp) -> Result | LoRAPluginsError:
     try:
         stored = _brought(pulled)
     except LoRAPluginsError as error:

@@ -1,4 +1,7 @@
-"""`ls`: the adapters in the store, in the sources, or of a running server."""
+"""`ls`: the adapters in this host's store, in the sources (`--remote`), or of a running server (`--server`).
+
+Runs in the command's process, and changes nothing. Out: a row for each adapter, as a table and as JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ import typer
 
 from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli import Exit, UsageProblem, exit_of
-from lora_plugins.cli.name_arguments import list_names, require_sources, sources_of_environment
 from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, table, table_above
 from lora_plugins.cli.server_client import DEFAULT_URL, AdminClient, ServerUrl, Timeout
-from lora_plugins.cli.store_commands import StoreView
+from lora_plugins.cli.sources import list_names, require_sources, sources_of_environment
+from lora_plugins.cli.store_view import StoreView
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import Settings
 
@@ -25,9 +28,7 @@ _WIDE_ONLY = ("rank", "tiers", "used", "version")
 def ls(
     output: Output,
     *,
-    remote: Annotated[
-        bool, typer.Option("--remote", help="List what the sources have, as far as they can say.")
-    ] = False,
+    remote: Annotated[bool, typer.Option("--remote", help="List what the sources have, if they can say.")] = False,
     base_model: Annotated[
         str, typer.Option("--base-model", help="With --remote: what {base_model_name} stands for in S3_PATH_TEMPLATE.")
     ] = "",
@@ -71,11 +72,9 @@ def _stored(view: StoreView) -> Result:
 def _remote(view: StoreView, base_model: str) -> Result:
     sources = sources_of_environment(view.settings)
     require_sources(sources)
-    stored: defaultdict[str, list[str]] = defaultdict(list)
+    stored = defaultdict[str | None, list[str]](list)
     for entry in view.entries():
-        name = view.name_of(entry)
-        if name is not None:
-            stored[name].append(entry.digest)
+        stored[view.name_of(entry)].append(entry.digest)
     adapters: list[dict[str, Any]] = []
     answers: list[dict[str, Any]] = []
     ends, code = [], Exit.OK

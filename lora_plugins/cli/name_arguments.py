@@ -1,27 +1,26 @@
-"""The names given to a command: as arguments, a line each in a file, or as patterns of names that sources list."""
+"""The adapter names given to a command: as arguments, one a line in a file, or as patterns such as `team/*`.
+
+Runs in the command's process, before anything is asked of a source, a store or a server. In: the arguments, and for a
+pattern the names that could be meant. Out: `AskedName` objects, each name once and in order, and an error for a pattern
+without a match.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.api.access.policy import NamePattern
-from lora_plugins.cli import UsageProblem, worst
-from lora_plugins.cli.output import Result, Shown, error_fields, line
-from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
-from lora_plugins.plugin_names import RESOLVERS
-from lora_plugins.resolvers.sources.configured import sources_of
-from lora_plugins.resolvers.sources.source import Listing, ListsNames, Source, place_in_order
-from lora_plugins.settings import Settings, named_in_environment
+from lora_plugins.cli import UsageProblem
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 
 NamesFile = Annotated[
     Path | None,
@@ -36,6 +35,9 @@ class AskedName:
 
     name: str
     uri: str | None = None
+
+
+Asked = AskedName | LoRAPluginsError  # a name, or the error of a pattern that no name fits
 
 
 def wanted(names: Sequence[str] | None, file: Path | None) -> list[AskedName]:
@@ -68,11 +70,9 @@ def malformed(name: str) -> AdapterNotFound | None:
     return None
 
 
-def expand(
-    asked: Iterable[AskedName], known: Callable[[], Iterable[str]], where: str
-) -> list[AskedName | LoRAPluginsError]:
+def expand(asked: Iterable[AskedName], known: Callable[[], Iterable[str]], where: str) -> list[Asked]:
     """Replace patterns by names, and a pattern that fits no name by an error; `known` is asked once."""
-    found: dict[AskedName, AskedName | LoRAPluginsError] = {}
+    found: dict[AskedName, Asked] = {}
     listed: list[str] | None = None
     for one in asked:
         if one.uri is not None or not is_pattern(one.name):
@@ -92,77 +92,6 @@ def expand(
                 adapter=one.name,
             )
     return list(found.values())
-
-
-def sources_of_environment(settings: Settings) -> list[Source]:
-    """Return the sources that `VLLM_PLUGINS` names, in their order.
-
-    Raises:
-        InvalidSettings: a source cannot be made.
-    """
-    named = filter(named_in_environment, RESOLVERS)
-    found = [source for plugin in named for source in sources_of(plugin, settings)]
-    return sorted(found, key=lambda item: place_in_order(item, settings.sources))
-
-
-def require_sources(sources: Sequence[Source]) -> None:
-    """Refuse to go on where a server with this environment would ask no source.
-
-    Raises:
-        InvalidSettings: no plugin with a source is named, or no named plugin has its own setting.
-    """
-    if not sources:
-        raise InvalidSettings(
-            "no source of adapters in this environment",
-            expected="VLLM_PLUGINS with one of " + ", ".join(RESOLVERS) + ", and that one's own setting",
-            remedy="set both; 'lora-plugins doctor' says what is missing",
-        )
-
-
-async def list_names(sources: Sequence[Source], base_model_name: str) -> list[Listing | LoRAPluginsError]:
-    """Return each source's list, or the source's error."""
-
-    async def one(source: Source) -> Listing | LoRAPluginsError:
-        if not isinstance(source, ListsNames):
-            return Listing((), ("this source does not list what it has",))
-        try:
-            return await source.names(base_model_name)
-        except LoRAPluginsError as error:
-            return error
-
-    return await asyncio.gather(*map(one, sources))
-
-
-def names_of_environment(settings: Settings, base_model_name: str, *, only_local: bool = False) -> list[str]:
-    """Return all names in the sources' lists, each once; `only_local`: of sources on this machine.
-
-    Raises:
-        LoRAPluginsError: a source does not answer.
-    """
-    names: dict[str, None] = {}
-    sources = [source for source in sources_of_environment(settings) if not (only_local and source.remote)]
-    for listing in asyncio.run(list_names(sources, base_model_name)):
-        if isinstance(listing, LoRAPluginsError):
-            raise listing
-        names.update(dict.fromkeys(listing.names))
-    return list(names)
-
-
-def listed(
-    answers: Iterable[Result | LoRAPluginsError], name_key: str = "name", *, blank_between: bool = False, **more: Any
-) -> Result:
-    """Return the answers for all names as a single result, with their objects in a list: of one name too."""
-    results = [
-        Result({name_key: one.adapter, "error": error_fields(one)}, [one]) if isinstance(one, LoRAPluginsError) else one
-        for one in answers
-    ]
-    failed = sum("error" in one.fields for one in results)
-    fields = {**more, "adapters": [one.fields for one in results], "count": len(results), "failed": failed}
-    shown: list[Shown] = []
-    for one in results:
-        shown += [line()] if blank_between and shown else []
-        shown += one.shown
-    return Result(fields, shown, worst(one.code for one in results))
 
 
 def _lines(file: Path) -> list[AskedName]:

@@ -1,4 +1,7 @@
-"""The results of commands, and how they are printed: text for people, or one JSON object; errors and bars go to stderr.
+"""The result of a command, and how the result is printed: text for people, or with `--json` one JSON object.
+
+Every command returns a `Result`; `commands.py` gives the result to `Output.show`, which prints to stdout, writes
+errors to stderr, and returns the exit code. The functions `size`, `ago`, `number` and `short` put values in words.
 
 Names and paths in adapter files are user-supplied: unprintable characters are escaped before they reach a terminal.
 """
@@ -15,25 +18,12 @@ from inspect import Signature, signature
 from typing import Any, TypeVar
 
 from rich.console import Console, RenderableType
-from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from lora_plugins.cli import Exit, exit_of, worst
 from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.events import Event, FetchStarted
 from lora_plugins.findings import Step
-from lora_plugins.resolvers.fetch_progress import arrived_bytes
 from lora_plugins.settings import environment
 
 T = TypeVar("T")
@@ -56,22 +46,36 @@ class Result:
     """
 
     fields: dict[str, Any]
-    shown: Sequence[Shown]
+    shown: Sequence[Shown] = ()
     code: Exit = Exit.OK
 
 
-def with_parameters(
-    command: Callable[..., T], of: Callable[..., Any], more: Callable[..., Any], leaves_out: Sequence[str] = ()
-) -> Callable[..., T]:
-    """Return `command` with the name, the text and the parameters of `of`, and with the parameters of `more`.
+def listed(
+    answers: Iterable[Result | LoRAPluginsError],
+    name_key: str = "name",
+    *,
+    above: Sequence[Shown] = (),
+    below: Sequence[Shown] = (),
+    blank_between: bool = False,
+    code: Exit = Exit.OK,
+    **more: Any,
+) -> Result:
+    """Return the answers for all names as a single result, with their objects in a list: of one name too.
 
-    Typer reads a command's options from its signature. `leaves_out` names the parameters that are no options.
+    An error's object has its name by `name_key`. `above` and `below` are shown around the answers. `more` fields of the
+    JSON object stand before the list. The exit code is `code`, unless an answer has a worse code.
     """
-    found = [parameter for one in (of, more) for parameter in signature(one, eval_str=True).parameters.values()]
-    options = [one.replace(kind=one.KEYWORD_ONLY) for one in found if one.name not in leaves_out]
-    command.__name__, command.__doc__ = of.__name__, of.__doc__
-    command.__signature__ = Signature(options)  # type: ignore[attr-defined]
-    return command
+    results = [
+        Result({name_key: one.adapter, "error": error_fields(one)}, [one]) if isinstance(one, LoRAPluginsError) else one
+        for one in answers
+    ]
+    failed = sum("error" in one.fields for one in results)
+    fields = {**more, "adapters": [one.fields for one in results], "count": len(results), "failed": failed}
+    shown: list[Shown] = []
+    for one in results:
+        shown += [line()] if blank_between and shown else []
+        shown += one.shown
+    return Result(fields, [*above, *shown, *below], worst([code, *(one.code for one in results)]))
 
 
 class Output:
@@ -169,6 +173,20 @@ def table_above(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Sho
     return [table(heads, rows), line()] if rows else []
 
 
+def with_parameters(
+    command: Callable[..., T], of: Callable[..., Any], more: Callable[..., Any], leaves_out: Sequence[str] = ()
+) -> Callable[..., T]:
+    """Return `command` with the name, the text and the parameters of `of`, and with the parameters of `more`.
+
+    Typer reads a command's options from its signature. `leaves_out` names the parameters that are no options.
+    """
+    found = [parameter for one in (of, more) for parameter in signature(one, eval_str=True).parameters.values()]
+    options = [one.replace(kind=one.KEYWORD_ONLY) for one in found if one.name not in leaves_out]
+    command.__name__, command.__doc__ = of.__name__, of.__doc__
+    command.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    return command
+
+
 def printable(text: str) -> str:
     """Return `text` with escapes for characters that would move a cursor, or that UTF-8 cannot carry."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
@@ -217,59 +235,3 @@ def _console(*, stderr: bool) -> Console:
         markup=False,
         emoji=False,
     )
-
-
-class FetchBars(Progress):
-    """A bar for each adapter that is on its way; nothing in a pipe, with JSON or where silence is wanted.
-
-    Of several `names`, a line says how many are done. Rich asks for the bars ten times a second, and then they are
-    brought up to date.
-    """
-
-    def __init__(self, output: Output, names: int) -> None:
-        self._fetches: dict[TaskID, FetchStarted] = {}
-        self._done, self._names, self._overall = 0, names, TaskID(-1)
-        super().__init__(
-            TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=3)),
-            BarColumn(bar_width=None, table_column=Column(ratio=2)),
-            *(
-                kind(table_column=Column(no_wrap=True))
-                for kind in (DownloadColumn, TransferSpeedColumn, TimeRemainingColumn)
-            ),
-            console=output.errors,
-            transient=True,
-            expand=True,
-            disable=not output.shows_progress,
-        )
-        self._overall = self.add_task("", total=None, visible=names > 1)
-
-    def on_event(self, event: Event) -> None:
-        """Take up a fetch that begins; a hook for events."""
-        if isinstance(event, FetchStarted):
-            total = sum(size_bytes for _, size_bytes in event.files)
-            self._fetches[self.add_task(escape(printable(event.name)), total=total)] = event
-
-    def name_ended(self) -> None:
-        """Count a name as done, in success or failure."""
-        self._done += 1
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """The bars as they are now."""
-        for bar, fetch in list(self._fetches.items()):
-            arrived = arrived_bytes(fetch.directory, fetch.files)
-            if arrived is None:
-                del self._fetches[bar]
-                self.remove_task(bar)
-            else:
-                self.update(bar, completed=sum(arrived.values()))
-        if self._overall in self.task_ids:
-            self.update(self._overall, description=f"{self._done} of {number(self._names, 'adapter')}")
-        yield from super().get_renderables()
-
-
-def counted(output: Output, items: Iterable[T], count: int, what: str) -> Iterable[T]:
-    """Return `items` as they come, with a bar of how many of `count` there are, if several."""
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
-    is_off = not output.shows_progress or count < 2
-    with Progress(*columns, console=output.errors, transient=True, disable=is_off) as progress:
-        yield from progress.track(items, count, description=what)

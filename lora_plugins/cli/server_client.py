@@ -1,4 +1,9 @@
-"""The command line's client of a running server; the key comes from the environment alone."""
+"""The commands' HTTP client of a running server: the admin API at `/v1/loras`, and the server's other routes.
+
+Runs in the command's process, with one blocking call at a time. In: the server's address by `--url`; the key comes from
+the environment alone, so that no list of processes shows the key. Out: answers as models of `api/models.py`; every
+failure is raised as an error of ours, rebuilt from the server's answer where the server has sent one.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +18,14 @@ import httpx
 import typer
 from pydantic import BaseModel
 
+from lora_plugins import errors
 from lora_plugins.adapter.names import is_prefix
 from lora_plugins.api.access.administrators import ADMIN_KEY, SEND_THE_KEY
 from lora_plugins.api.models import AdapterList, AdapterView
 from lora_plugins.cli import UsageProblem
 from lora_plugins.client import is_here, is_sendable
-from lora_plugins.client.attempt import object_of, rows_of
-from lora_plugins.errors import (
-    AdapterNotFound,
-    InvalidAdapter,
-    InvalidSettings,
-    LoRAPluginsError,
-    SourceUnavailable,
-    VersionMismatch,
-    error_of,
-)
+from lora_plugins.client.attempt import object_of, replicas_of
+from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.settings import VARIABLES, environment
 from lora_plugins.store.layout import is_digest
 
@@ -69,7 +67,7 @@ class AdminClient:
         variable = next((name for name in keys if environment().get(name)), "")
         self._key = environment().get(variable)
         if self._key is not None and not is_sendable(self._key):
-            raise InvalidSettings(
+            raise errors.InvalidSettings(
                 f"a key in {variable} that no header can have",
                 expected="printable ASCII characters, and no space or line feed at the end",
                 remedy=f"correct {variable}",
@@ -80,7 +78,7 @@ class AdminClient:
         try:
             self._http = httpx.Client(timeout=timeout_s, headers=headers, verify=verify, trust_env=not is_here(url))
         except (ImportError, ValueError) as error:
-            raise InvalidSettings(
+            raise errors.InvalidSettings(
                 f"a proxy of the environment that cannot be used ({error})",
                 expected="proxies at http:// or https://",
                 remedy="correct ALL_PROXY, or the other variables of proxies",
@@ -138,11 +136,11 @@ class AdminClient:
             return prefix
         try:
             served = self.ask(AdapterView, "GET", f"/{quote(name)}").digest or ""
-        except AdapterNotFound:
+        except errors.AdapterNotFound:
             served = ""
         if is_prefix(prefix) and served.startswith(prefix):
             return served
-        raise VersionMismatch(f"version {served}" if served else "no version", expected=prefix, adapter=name)
+        raise errors.VersionMismatch(f"version {served}" if served else "no version", expected=prefix, adapter=name)
 
     def request(self, method: str, path: str, **more: Any) -> httpx.Response:
         """Return the answer, whatever its status, but a redirect.
@@ -197,32 +195,32 @@ class AdminClient:
             )
         shown = f"HTTP {status}" + (f": {message[:_SHOWN_CHARACTERS]}" if message else "")
         if status in (400, 422):
-            return InvalidAdapter(f"a request that the server refuses ({shown})")
+            return errors.InvalidAdapter(f"a request that the server refuses ({shown})")
         found, remedy = f"a server at {self.url} that answers {shown}", "look at the server's log"
         return SourceUnavailable(found, expected="HTTP 200", remedy=remedy)
 
 
 def _of_replicas(answer: bytes) -> bytes:
     """Return the first of the answers of replicas on Ray Serve, if all have one digest; any other answer as it is."""
-    rows = rows_of(object_of(answer))
-    if not rows or len({str(row["body"].get("digest")) for row in rows}) > 1:
+    replicas = replicas_of(object_of(answer))
+    if not replicas or len({str(one.body.get("digest")) for one in replicas}) > 1:
         return answer
-    return json.dumps(rows[0]["body"]).encode()
+    return json.dumps(replicas[0].body).encode()
 
 
-def _said(content: dict[str, Any]) -> tuple[str, LoRAPluginsError | None]:
-    """Return the text of an error's body, of vLLM's or FastAPI's form, and the error of ours in the body."""
-    if rows := rows_of(content):  # of replicas on Ray Serve
+def _said(content: Mapping[str, Any]) -> tuple[str, LoRAPluginsError | None]:
+    """Return the text of an error's body, of vLLM's or FastAPI's form, and the error of ours in the body, if any."""
+    if replicas := replicas_of(content):
         # Only the beginning is shown, so the failures come first.
-        said = [(row, *_said(row["body"])) for row in sorted(rows, key=lambda row: -row["status"])]
+        said = [(one, *_said(one.body)) for one in sorted(replicas, key=lambda one: -one.status)]
         if len({text for _, text, _ in said}) == 1:
             return said[0][1:]
-        return "; ".join(f"replica {row['replica']}: {row['status']} {text}".rstrip() for row, text, _ in said), None
+        return "; ".join(f"replica {one.replica}: {one.status} {text}".rstrip() for one, text, _ in said), None
     inner = content.get("error")
     body: dict[str, Any] = inner if isinstance(inner, dict) else {"message": content.get("detail") or inner}
     message = body.get("message")
     try:
-        ours = error_of(body["lora_plugins"])
+        ours = errors.error_of(body["lora_plugins"])
     except (KeyError, TypeError):  # of vLLM, or of a release with other errors
         ours = None
     return message if isinstance(message, str) else "", ours

@@ -1,4 +1,8 @@
-"""The doctor's checks of the sources of adapters; looking changes nothing."""
+"""The doctor's checks of the sources of adapters: whether each answers, and how many adapters its list has.
+
+Each check runs in the process of `doctor`, and asks the source itself, with a time limit; looking changes nothing. In:
+the `Context`. Out: findings.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from lora_plugins.adapter.names import AdapterName
-from lora_plugins.cli.checks import Check, Context, off, on, problem, some_of, unless_wrong, warning
-from lora_plugins.cli.name_arguments import list_names
+from lora_plugins.cli.checks import unless_wrong
+from lora_plugins.cli.doctor_context import Check, Context, off, on, problem, some_of, warning
 from lora_plugins.cli.output import number
+from lora_plugins.cli.sources import list_names
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import State, Step, problem_of
 from lora_plugins.plugin_names import OTHERS

@@ -1,141 +1,26 @@
-"""The store: its adapters, and `verify`, `gc` and `rm`; looking writes nothing."""
+"""`verify`, `gc` and `rm`: hash the adapters in this host's store again, or remove some.
+
+Runs in the command's process, beside servers that use the same store: what a server leases stays. In: names, or a
+budget in bytes. Out: a row for each adapter with its fate, as a table and as JSON. With `--dry-run` nothing is changed.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import unquote
 
 import typer
 
-from lora_plugins.absence import without_login
-from lora_plugins.adapter.names import MIN_PREFIX, is_prefix
-from lora_plugins.api.access.policy import NamePattern
 from lora_plugins.cli import Exit, UsageProblem
-from lora_plugins.cli.name_arguments import NamesFile, is_pattern, listed, wanted
-from lora_plugins.cli.output import Output, Result, Shown, ago, counted, line, number, short, size, table_above
-from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError
+from lora_plugins.cli.name_arguments import NamesFile
+from lora_plugins.cli.output import Output, Result, ago, line, listed, number, short, size, table_above
+from lora_plugins.cli.progress_bars import counted
+from lora_plugins.cli.store_view import StoreView
 from lora_plugins.lifecycle.served_file import lately_served
-from lora_plugins.resolvers.sources.templates import Template
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import damaged_in
-from lora_plugins.store.inventory import Entry, entries
-from lora_plugins.store.layout import Layout
-from lora_plugins.store.leases import Leases
-from lora_plugins.store.processes import Processes
-from lora_plugins.store.store import Store, open_store
 from lora_plugins.variables import SIZE_EXPECTED, bytes_of
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")]
-
-
-class StoreView:
-    """The store of the settings, which need not exist."""
-
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.layout = Layout(settings.store_dir)
-        self._processes = Processes(self.layout.folder("processes"))
-        self._leases = Leases(self.layout, self._processes)
-
-    @functools.cached_property
-    def store(self) -> Store:
-        """The store itself, to change it; made where the store does not exist.
-
-        Raises:
-            InvalidSettings: the store cannot be written.
-        """
-        return open_store(self.settings)
-
-    def entries(self) -> list[Entry]:
-        """Return the published adapters, the least recently used first; nothing where the store has never been made.
-
-        Raises:
-            InvalidSettings: the store cannot be read.
-        """
-        root = self.layout.root
-        if not root.exists():
-            return []
-        try:
-            return entries(self.layout)
-        except OSError as error:
-            found = f"a store below {root} that answers '{error.strerror or type(error).__name__}'"
-            remedy = "set LORA_PLUGINS_STORE_DIR, or run as the server's user"
-            raise InvalidSettings(found, expected="a directory that can be read", remedy=remedy) from error
-
-    def holders(self, entry: Entry) -> list[str]:
-        return [self._processes.describe(name) for name in self._leases.holders(entry.digest)]
-
-    def row(self, entry: Entry) -> dict[str, Any]:
-        """Return an adapter as JSON."""
-        manifest, damaged = entry.manifest, self.layout.folder("damaged") / entry.digest
-        of_manifest = {name: getattr(manifest, name, None) for name in ("uri", "version", "fetched_at")}
-        row = {"digest": entry.digest, "name": self.name_of(entry), "size_bytes": entry.size_bytes, **of_manifest}
-        row |= {"used_at": entry.used_at or None, "leases": len(self._leases.holders(entry.digest))}
-        is_damaged = manifest is None or damaged.exists()
-        return {**row, "damaged": is_damaged, "path": str(self.layout.adapter(entry.digest))}
-
-    def name_of(self, entry: Entry) -> str | None:
-        """Return the name by which the sources of the settings know an adapter; None without such a source."""
-        uri = "" if entry.manifest is None else entry.manifest.uri
-        if uri.startswith("hf://"):
-            return uri.removeprefix("hf://")
-        root = self.settings.filesystem_root
-        if root is not None and uri.startswith(f"{root.as_uri()}/"):
-            return unquote(uri.removeprefix(f"{root.as_uri()}/"))
-        template = (self.settings.s3_path_template or "").rstrip("/")
-        if not template or not uri:
-            return None
-        url = template if "://" in template else f"s3://{template.lstrip('/')}"
-        name = Template(url.replace("s3a://", "s3://", 1), "S3_PATH_TEMPLATE").read(uri, "")
-        return None if name is None else str(name)
-
-    def select(self, text: str) -> list[Entry]:
-        """Return the published adapters that match a name, a pattern of names, a URI, or the beginning of a digest.
-
-        Raises:
-            AdapterNotFound: there is no match. UsageProblem: the text is the beginning of several digests.
-        """
-        known = self.entries()
-        if is_prefix(text):
-            found = [entry for entry in known if entry.digest.startswith(text)]
-            if len(found) > 1:
-                raise UsageProblem(f"'{text}' is the beginning of {len(found)} digests; give more of it")
-            if found:
-                return found
-        if "://" in text:
-            found = [entry for entry in known if entry.manifest is not None and entry.manifest.uri == text.rstrip("/")]
-        else:
-            fits = NamePattern(text).matches if is_pattern(text) else text.__eq__
-            found = [entry for entry in known if (name := self.name_of(entry)) is not None and fits(name)]
-        if not found:
-            raise AdapterNotFound(
-                "no such adapter in the store",
-                expected=f"a name, URI or digest ({MIN_PREFIX} characters of it) of what {self.layout.root} has",
-                remedy="'lora-plugins ls' shows what is there",
-                adapter=without_login(text),
-            )
-        return found
-
-    def select_all(
-        self, names: Sequence[str] | None, file: Path | None
-    ) -> tuple[Sequence[Entry], list[LoRAPluginsError]]:
-        """Return the adapters that `select` finds for all names, each once, and an error for each name without a match.
-
-        Raises:
-            UsageProblem: as `select` raises, or without names.
-        """
-        found: dict[str, Entry] = {}
-        errors: list[LoRAPluginsError] = []
-        for one in wanted(names, file):
-            try:
-                found.update((entry.digest, entry) for entry in self.select(one.name))
-            except AdapterNotFound as error:
-                errors.append(error)
-        return list(found.values()), errors
 
 
 def verify(
@@ -165,8 +50,9 @@ def verify(
     said = {True: "whole", False: "damaged: replaced once it is fetched again"}
     cells = [(short(one["digest"]), said[one["whole"]]) for one in adapters]
     end = line(f"{number(len(adapters), 'adapter')}, {damaged} damaged", "bold red" if damaged else "")
-    together = _listed(view, adapters, errors, [*table_above(("digest", "verdict"), cells), end], damaged=damaged)
-    return replace(together, code=Exit.WRONG if damaged else Exit.OK)
+    shown = [*table_above(("digest", "verdict"), cells), end]
+    code = Exit.WRONG if damaged else Exit.OK
+    return listed([*errors, *map(Result, adapters)], below=shown, code=code, store=view.path, damaged=damaged)
 
 
 def gc(
@@ -215,17 +101,9 @@ def gc(
         is_served = any(row["state"] == "served" for row in rows)
         stays = "was served in the last 7 days: --all removes it too" if is_served else "is leased by running servers"
         shown.append(line(f"what would still have to go {stays}", "bold red"))
+    code = Exit.OK if fits else Exit.NO_ROOM
     numbers = {"max_bytes": budget, "before_bytes": before_bytes, "after_bytes": left_bytes, "fits": fits}
-    together = _listed(view, rows, [], shown, dry_run=dry_run, **numbers)
-    return replace(together, code=Exit.OK if fits else Exit.NO_ROOM)
-
-
-def _listed(
-    view: StoreView, rows: Iterable[dict[str, Any]], errors: Iterable[LoRAPluginsError], shown: list[Shown], **more: Any
-) -> Result:
-    """Return adapters, and errors of names, as every command lists adapters; `shown` is below the errors."""
-    together = listed([*errors, *(Result(row, []) for row in rows)], store=str(view.layout.root), **more)
-    return replace(together, shown=[*together.shown, *shown])
+    return listed(map(Result, rows), below=shown, code=code, store=view.path, dry_run=dry_run, **numbers)
 
 
 def _removed(dry_run: bool) -> str:
@@ -272,5 +150,6 @@ def rm(
     removed = [row["size_bytes"] for row in rows if row["state"] == "removed"]
     end = line(f"{number(len(removed), 'adapter')} {_removed(dry_run)}, {size(sum(removed))}")
     shown = [*table_above(("digest", "size", "", "uri"), cells), end]
-    together = _listed(view, rows, errors, shown, dry_run=dry_run, removed_bytes=sum(removed))
-    return replace(together, code=Exit.OK if len(removed) == len(rows) else Exit.NO_ROOM)
+    code = Exit.OK if len(removed) == len(rows) else Exit.NO_ROOM
+    more = {"store": view.path, "dry_run": dry_run, "removed_bytes": sum(removed)}
+    return listed([*errors, *map(Result, rows)], below=shown, code=code, **more)

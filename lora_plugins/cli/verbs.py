@@ -1,10 +1,14 @@
-"""`load`, `unload`, `refresh`, `push` and the other verbs: the routes of a running server's admin API."""
+"""`load`, `unload`, `refresh`, `push` and the other verbs: each calls a route of a running server's admin API.
+
+Runs in the command's process, and asks for four names at once. In: names, and the options of a verb, from which the
+verb's function makes a `VerbCall`. Out: a row for each name with the server's answer, and the errors below.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,17 +19,11 @@ from pydantic import BaseModel, ValidationError
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import MIN_PREFIX
-from lora_plugins.api.models import (
-    AdapterSource,
-    AdapterStatus,
-    LoadAdapterRequest,
-    PushStatus,
-    RollbackRequest,
-    VersionStatus,
-)
+from lora_plugins.api import models
 from lora_plugins.cli import UsageProblem
-from lora_plugins.cli.name_arguments import AskedName, NamesFile, expand, listed, wanted
-from lora_plugins.cli.output import Output, Result, counted, short, table, with_parameters
+from lora_plugins.cli.name_arguments import Asked, AskedName, NamesFile, expand, wanted
+from lora_plugins.cli.output import Output, Result, listed, short, table, with_parameters
+from lora_plugins.cli.progress_bars import counted
 from lora_plugins.cli.server_client import DEFAULT_URL, AdminClient, ServerUrl, Timeout
 from lora_plugins.client.body import archive_of
 from lora_plugins.errors import LoRAPluginsError
@@ -33,9 +31,7 @@ from lora_plugins.scheduler.pauses import PauseMode
 
 _AT_ONCE = 4
 _OF_ONE = ("uri", "to", "if_match")  # options for one name
-_IfMatch = Annotated[
-    str | None, typer.Option("--if-match", help="Only if the served version's digest is this text, or begins so.")
-]
+_IfMatch = Annotated[str | None, typer.Option("--if-match", help="Only if the served digest is this, or begins so.")]
 _Uri = Annotated[str | None, typer.Option(help="Where the adapter lies, if not where its name says; for one name.")]
 _Block = Annotated[bool, typer.Option("--block", help="Refuse the names from here on, until they are loaded.")]
 _Drain = Annotated[
@@ -47,7 +43,7 @@ _Mode = Annotated[
     PauseMode | None,
     typer.Option(help="Whether requests end by themselves, are aborted, or go on after the resume; wait without it."),
 ]
-
+_Answer = models.AdapterStatus | LoRAPluginsError
 
 # What pydantic finds wrong with `LoadAdapterRequest` and `RollbackRequest`.
 _MEANING = {
@@ -64,13 +60,14 @@ class VerbCall:
 
     Attributes:
         route: method and path. answer: the type of the answer. body: makes the body, if any.
-        if_match: the digest that must be served, or its beginning.
+        if_match: the digest that must be served, or its beginning. headers: of the body, if not JSON.
     """
 
     route: str
-    answer: type[AdapterStatus] = AdapterStatus
-    body: Callable[[AskedName], BaseModel | None] = lambda _: None
+    answer: type[models.AdapterStatus] = models.AdapterStatus
+    body: Callable[[AskedName], BaseModel | bytes | None] = lambda _: None
     if_match: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 def load(*, uri: _Uri = None, if_match: _IfMatch = None) -> VerbCall:
@@ -85,10 +82,10 @@ def load(*, uri: _Uri = None, if_match: _IfMatch = None) -> VerbCall:
     """
 
     def body(one: AskedName) -> BaseModel:
-        source = AdapterSource(uri=place) if (place := uri or one.uri) else None
-        return LoadAdapterRequest(lora_name=one.name, source=source)
+        source = models.AdapterSource(uri=place) if (place := uri or one.uri) else None
+        return models.LoadAdapterRequest(lora_name=one.name, source=source)
 
-    return VerbCall("POST ", VersionStatus, body, if_match)
+    return VerbCall("POST ", models.VersionStatus, body, if_match)
 
 
 def unload(*, block: _Block = False, drain_s: _Drain = None) -> VerbCall:
@@ -110,7 +107,7 @@ def refresh(*, if_match: _IfMatch = None) -> VerbCall:
         refresh '*' --json
         refresh team/sql --if-match d97bd125c00b
     """
-    return VerbCall("POST /{name}/refresh", VersionStatus, if_match=if_match)
+    return VerbCall("POST /{name}/refresh", models.VersionStatus, if_match=if_match)
 
 
 def rollback(*, to: _To = None, if_match: _IfMatch = None) -> VerbCall:
@@ -122,9 +119,9 @@ def rollback(*, to: _To = None, if_match: _IfMatch = None) -> VerbCall:
     """
 
     def body(_: AskedName) -> BaseModel | None:
-        return None if to is None else RollbackRequest(digest=to)
+        return None if to is None else models.RollbackRequest(digest=to)
 
-    return VerbCall("POST /{name}/rollback", VersionStatus, body, if_match)
+    return VerbCall("POST /{name}/rollback", models.VersionStatus, body, if_match)
 
 
 def pin() -> VerbCall:
@@ -198,7 +195,7 @@ def _verb(call_of: Callable[..., VerbCall]) -> Callable[..., Result]:
         given = [name for name in _OF_ONE if options.get(name) is not None]
         if given and (len(asked) != 1 or (given[0] == "uri" and asked[0].uri is not None)):
             raise UsageProblem(f"--{given[0].replace('_', '-')} is for one name: each of several has its own")
-        found: Sequence[AskedName | LoRAPluginsError] = asked
+        found: Sequence[Asked] = asked
         if call_of is not load:  # a pattern is a name to load
             found = expand(asked, lambda: [adapter.lora_name for adapter in client.adapters().loras], client.url)
         ask = partial(_ask, client, call)
@@ -212,14 +209,14 @@ def _verb(call_of: Callable[..., VerbCall]) -> Callable[..., Result]:
     return with_parameters(command, call_of, _of_verbs)
 
 
-def _ask(client: AdminClient, call: VerbCall, one: AskedName | LoRAPluginsError) -> AdapterStatus | LoRAPluginsError:
+def _ask(client: AdminClient, call: VerbCall, one: Asked) -> _Answer:
     if isinstance(one, LoRAPluginsError):
         return one
     try:
         body = call.body(one)
         expected = None if call.if_match is None else client.whole_digest(one.name, call.if_match)
         method, path = call.route.format(name=quote(one.name)).split(" ")
-        return client.ask(call.answer, method, path, body, if_match=expected)
+        return client.ask(call.answer, method, path, body, if_match=expected, headers=call.headers)
     except ValidationError as error:
         first = error.errors()[0]
         said = _MEANING[first["type"]].format_map(first.get("ctx", {}))
@@ -242,9 +239,7 @@ def push(
     directory: Annotated[Path, typer.Argument(help="A PEFT directory.")],
     name: Annotated[str, typer.Argument(help="What requests will ask for.")],
     *,
-    inflight: Annotated[
-        bool, typer.Option("--inflight", help="Running requests go on with the new version, from one step on.")
-    ] = False,
+    inflight: Annotated[bool, typer.Option("--inflight", help="Running requests go on with the new version.")] = False,
     pin: Annotated[bool, typer.Option("--pin", help="Keep the adapter in host memory and in a slot.")] = False,
     keep: Annotated[
         int | None, typer.Option("--keep", min=0, max=100, help="Earlier versions that stay, as NAME@DIGEST.")
@@ -262,31 +257,25 @@ def push(
     if not (directory / CONFIG_FILE).is_file():
         raise UsageProblem(f"{directory}: no directory with {CONFIG_FILE}")
     client = AdminClient(url, timeout_s)
-    path = f"/{quote(name)}" + _query(mode="inflight" if inflight else None, pin="true" if pin else None, keep=keep)
+    route = "PUT /{name}" + _query(mode="inflight" if inflight else None, pin="true" if pin else None, keep=keep)
     body, headers = archive_of(directory)
-    try:
-        expected = None if if_match is None else client.whole_digest(name, if_match)
-        status = client.ask(PushStatus, "PUT", path, body, if_match=expected, headers=headers)
-    except LoRAPluginsError as error:
-        error.adapter = error.adapter or name
-        return _changed(PushStatus, [error], client.url)
-    return _changed(PushStatus, [status], client.url)
+    call = VerbCall(route, models.PushStatus, lambda _: body, if_match, headers)
+    return _changed(call.answer, [_ask(client, call, AskedName(name))], client.url)
 
 
-def _changed(kind: type[AdapterStatus], answers: Sequence[AdapterStatus | LoRAPluginsError], url: str) -> Result:
+def _changed(kind: type[models.AdapterStatus], answers: Sequence[_Answer], url: str) -> Result:
     """Return a server's answers: a table of those that are of `kind`, and below the errors."""
-    heads = ("digest", "previous", "swapped", "took") if issubclass(kind, VersionStatus) else ()
+    heads = ("digest", "previous", "swapped", "took") if issubclass(kind, models.VersionStatus) else ()
     rows = [_row(one) for one in answers if not isinstance(one, LoRAPluginsError)]
     shown = [table(("name", *heads, "result"), rows)] if rows else []
-    results = [one if isinstance(one, LoRAPluginsError) else Result(one.model_dump(mode="json"), []) for one in answers]
-    together = listed(results, "lora_name", url=url)
-    return replace(together, shown=[*shown, *together.shown])
+    results = [one if isinstance(one, LoRAPluginsError) else Result(one.model_dump(mode="json")) for one in answers]
+    return listed(results, "lora_name", above=shown, url=url)
 
 
-def _row(one: AdapterStatus) -> tuple[str, ...]:
+def _row(one: models.AdapterStatus) -> tuple[str, ...]:
     """Return the name, the change of versions, and the server's sentence, without the name in front."""
     versions: tuple[str, ...] = ()
-    if isinstance(one, VersionStatus):
+    if isinstance(one, models.VersionStatus):
         took = f"{one.elapsed_ms:.0f} ms" if one.elapsed_ms < 9_999.5 else f"{one.elapsed_ms / 1000:.1f} s"
         versions = short(one.digest), short(one.previous_digest), "yes" if one.swapped else "no", took
     return one.lora_name, *versions, one.message.removeprefix(f"LoRA adapter '{one.lora_name}' ").removesuffix(".")

@@ -1,8 +1,13 @@
-"""`why`: what a running server says of names, and for the rest what a request would meet, step by step."""
+"""`why NAME…`: whether a request for a name would be served, step by step, and why not.
+
+Runs in the command's own process. Asks a running server over its admin API first; for names that the server does not
+serve, asks this environment's sources as a server would at a first request, and fetches and verifies the adapter into
+the store, unless `--dry-run` is given. Out: for each name the steps, a verdict, and an exit code.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -15,19 +20,13 @@ from lora_plugins.adapter.mixture import terms_of
 from lora_plugins.adapter.names import MISSPELT, misspelt, near, why_absent
 from lora_plugins.api.models import AdapterList, AdapterView, ServedState
 from lora_plugins.cli import Exit, exit_of
-from lora_plugins.cli.base_model import compared_with, on_base, why_not_compared, would_be_served
+from lora_plugins.cli.base_model import BaseModelPath, MaxRank, ServedNames, base_of_options
+from lora_plugins.cli.fit_verdict import compared_with, why_not_compared, would_be_served
 from lora_plugins.cli.lookup import LookUp, Stored, look_up
-from lora_plugins.cli.name_arguments import (
-    AskedName,
-    NamesFile,
-    expand,
-    listed,
-    malformed,
-    names_of_environment,
-    wanted,
-)
-from lora_plugins.cli.output import Output, Result, ago, error_fields, line, number, short, size, steps_table
+from lora_plugins.cli.name_arguments import Asked, AskedName, NamesFile, expand, malformed, wanted
+from lora_plugins.cli.output import Output, Result, ago, error_fields, line, listed, number, short, size, steps_table
 from lora_plugins.cli.server_client import DEFAULT_URL, AdminClient, ServerUrl, Timeout
+from lora_plugins.cli.sources import names_of_environment
 from lora_plugins.errors import AdapterNotFound, InvalidSettings, LoRAPluginsError, SourceUnavailable
 from lora_plugins.findings import Step, resolvers_not_asked
 from lora_plugins.resolvers.search import SourceAnswer
@@ -46,35 +45,57 @@ _VERDICTS = {
     "not resolved": "found, and no request finds it: vLLM asks no resolver; set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
     "paused": "served, and paused: requests wait for a resume",
 }
-
-
-# The steps of errors without a source.
-_PLACES = {Exit.SETTINGS: "settings", Exit.UNAVAILABLE: "fetch", Exit.NO_ROOM: "store"}
+# The step of an error that no source's step has told, by the error's exit code; other errors are the adapter's.
+_STEP_OF_ERROR = {Exit.SETTINGS: "settings", Exit.UNAVAILABLE: "fetch", Exit.NO_ROOM: "store"}
 
 
 @dataclass(slots=True)
-class OfServer:
-    """A running server's words on a name: the steps, and the adapter, if the server has the name.
+class Explanation:
+    """One name: what server and sources say, the steps of a request up to its end, and the verdict.
 
-    `near`: names like one that nobody has, in words.
+    Attributes:
+        asked: the look-up at the sources; empty where a request would not get as far.
+        view: the adapter at the running server, if the server has the name.
+        is_blocked: whether an operator has taken the name down, on the server or in the store.
+        of_server: the server's steps. steps: all steps, in a request's order.
+        near: the names like an unknown name, in words; empty without any.
+        verdict: for programs, a key of `_VERDICTS`, `served` or `not compared`. text: the verdict for people.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    asked: LookUp
     view: AdapterView | None = None
     is_blocked: bool = False
+    of_server: list[Step] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     near: str = ""
+    verdict: str = "unknown"
+    text: str = _VERDICTS["unknown"]
+    code: Exit = Exit.NOT_FOUND
 
     @property
-    def state(self) -> ServedState | None:
-        return None if self.view is None else self.view.state
+    def asks_sources(self) -> bool:
+        """Whether a request for the name gets as far as the sources: a draining adapter takes no new request."""
+        return not self.is_blocked and (self.view is None or self.view.state is ServedState.DRAINING)
 
     @property
-    def is_the_end(self) -> bool:
-        """Whether a request for the name asks no source."""
-        return self.is_blocked or self.state not in (None, ServedState.DRAINING)
+    def has_adapter(self) -> bool:
+        return self.asked.stored is not None or self.asked.would_fetch is not None
+
+    def add(self, check: str, state: str, found: str, remedy: str = "") -> None:
+        self.steps.append(Step(check, state, found, remedy))
+
+    def end(self, verdict: str, code: Exit = Exit.OK, text: str = "") -> None:
+        self.verdict, self.code, self.text = verdict, code, text or _VERDICTS[verdict]
+
+    def fail(self, error: LoRAPluginsError, check: str, verdict: str = "", remedy: str = "") -> None:
+        """End with an error, and its step, unless a source's step has told it."""
+        if error not in self.asked.found.answers.values():
+            self.add(check, "failed", str(error), remedy)
+        self.asked.found.error = error
+        of_error = "unavailable" if isinstance(error, SourceUnavailable) else "refused"
+        self.end(verdict or of_error, exit_of(error))
 
 
-@on_base
 def why(
     output: Output,
     names: Annotated[
@@ -86,13 +107,12 @@ def why(
     url: ServerUrl = DEFAULT_URL,
     timeout_s: Timeout = 5.0,
     no_server: Annotated[
-        bool, typer.Option("--no-server", help="Ask the sources alone, as a server does at a first request.")
+        bool, typer.Option("--no-server", help="Ask the sources alone, as at a first request.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Ask the sources and fetch nothing; the store stays as it is.")
-    ] = False,
-    settings: Settings,
-    base: BaseModel | None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Ask the sources; fetch nothing into the store.")] = False,
+    base_model: BaseModelPath = None,
+    served_model_name: ServedNames = None,
+    max_lora_rank: MaxRank = None,
 ) -> Result:
     """Say whether names are served, by which version, and why not.
 
@@ -101,67 +121,66 @@ def why(
         why 'team/*' --no-server --dry-run
         why team/sql --base-model org/llama-8b --max-lora-rank 16
     """
+    settings = Settings.from_env()
+    base = base_of_options(settings, base_model, served_model_name, max_lora_rank)
     base_path = "" if base is None else base.path
     asked = expand(wanted(names, file), lambda: names_of_environment(settings, base_path), "the sources")
     if dry_run:  # no mixture is made without its parts
         asked = [part for one in asked for part in _parts_of(one)]
-    by_name = {one.name: LookUp(one.name, one.name) for one in asked if not isinstance(one, LoRAPluginsError)}
-    said = {name: OfServer() for name in by_name}
-    well_formed = [name for name in by_name if malformed(name) is None]
+    all_named = [one.name for one in asked if not isinstance(one, LoRAPluginsError)]
+    by_name = {name: Explanation(LookUp(name, name)) for name in all_named}
+    well_formed = {name: one for name, one in by_name.items() if malformed(name) is None}
     client = AdminClient(url, timeout_s)
     if not no_server:
-        _ask(client, {name: said[name] for name in well_formed})
+        _ask_server(client, well_formed)
     blocks = Blocks(Layout(settings.store_dir))  # every server of the store heeds them
-    for name in well_formed:
-        said[name].is_blocked = said[name].state is ServedState.BLOCKED or name in blocks
-    rest = [by_name[name] for name in well_formed if not said[name].is_the_end]
+    for name, one in well_formed.items():
+        one.is_blocked = name in blocks or (one.view is not None and one.view.state is ServedState.BLOCKED)
+    rest = [one for one in well_formed.values() if one.asks_sources]
     labels: list[str] = []
     try:
         if rest:
             note = f"fetching into {settings.store_dir}, to verify; --dry-run writes nothing"
-            labels = look_up(output, settings, rest, base_path, base, dry_run=dry_run, before_fetch=note)
+            look_ups = [one.asked for one in rest]
+            labels = look_up(output, settings, look_ups, base_path, base, dry_run=dry_run, before_fetch=note)
     except InvalidSettings as error:
         if no_server:
             raise
         for one in rest:
-            one.found.error = error
-    unknown = [one.name for one in rest if _is_unknown(one) and not said[one.name].near]
-    known = names_of_environment(settings, base_path, only_local=True) if unknown else ()
-    for name in unknown:
-        like = misspelt(name, [other for other in near(name, known) if other not in blocks])
-        said[name].near = "" if like is None else like.expected
+            one.asked.found.error = error
+    _find_near_names(rest, settings, base_path, blocks)
     not_asked = [item._replace(check="vllm", state="warning") for item in resolvers_not_asked(settings)]
-
-    def explain(one: LookUp) -> Result:
-        of_server = said[one.name]
-        explanation = _Explanation([] if of_server.is_the_end else [*not_asked])
-        explanation.go(one, of_server, labels, base, is_resolved=not not_asked)
-        return _result(one, of_server, explanation)
-
-    explained = [one if isinstance(one, LoRAPluginsError) else explain(by_name[one.name]) for one in asked]
-    return listed(explained, blank_between=True)
+    for one in by_name.values():
+        _explain(one, not_asked, labels, base)
+    results = [one if isinstance(one, LoRAPluginsError) else _result(by_name[one.name]) for one in asked]
+    return listed(results, blank_between=True)
 
 
-def _ask(client: AdminClient, names: Mapping[str, OfServer]) -> None:
+def _parts_of(one: Asked) -> Iterable[Asked]:
+    terms = () if isinstance(one, LoRAPluginsError) else terms_of(one.name) or ()
+    return [AskedName(term.name) for term in terms] or [one]
+
+
+def _ask_server(client: AdminClient, explanations: dict[str, Explanation]) -> None:
     """Ask a server for names; a server that does not answer is asked no more."""
     try:
         declared: dict[str, Any] | None = None
-        for name, one in names.items():
+        for name, one in explanations.items():
             try:
                 one.view = client.ask(AdapterView, "GET", f"/{quote(name)}")
-                one.steps += _steps_of_server(one.view, client.url)
+                one.of_server += _steps_of_server(one.view, client.url)
             except AdapterNotFound as error:
                 one.near = error.expected if error.found == MISSPELT else ""
-                one.steps.append(Step("server", "no", f"{client.url} does not serve it"))
+                one.of_server.append(Step("server", "no", f"{client.url} does not serve it"))
                 if declared is None:
                     listed = client.ask(AdapterList, "GET", "?limit=1").declared
-                    declared = {} if listed is None else {it.lora_name: it for it in listed.loras}
-                if (it := declared.get(name)) is not None:
-                    why = it.error or "in LORA_PLUGINS_ADAPTERS_FILE, and not loaded now"
-                    one.steps.append(Step("declared", str(it.state), why))
+                    declared = {} if listed is None else {row.lora_name: row for row in listed.loras}
+                if (row := declared.get(name)) is not None:
+                    reason = row.error or "in LORA_PLUGINS_ADAPTERS_FILE, and not loaded now"
+                    one.of_server.append(Step("declared", str(row.state), reason))
     except LoRAPluginsError as error:
-        for one in names.values():
-            one.steps = one.steps or [Step("server", "no answer", error.found, error.remedy)]
+        for one in explanations.values():
+            one.of_server = one.of_server or [Step("server", "no answer", error.found, error.remedy)]
 
 
 def _steps_of_server(view: AdapterView, url: str) -> Iterator[Step]:
@@ -193,95 +212,80 @@ def _version(view: AdapterView) -> str:
     return f"{text} from {view.uri}" if view.uri else text
 
 
-@dataclass(slots=True)
-class _Explanation:
-    """The steps of a request for a name, up to its end; then the verdict, in words too, and the exit code."""
-
-    steps: list[Step] = field(default_factory=list)
-    verdict: str = "unknown"
-    text: str = _VERDICTS["unknown"]
-    code: Exit = Exit.NOT_FOUND
-
-    def end(self, verdict: str, code: Exit = Exit.OK, text: str = "") -> None:
-        self.verdict, self.code, self.text = verdict, code, text or _VERDICTS.get(verdict, "")
-
-    def fail(self, asked: LookUp, error: LoRAPluginsError, check: str, verdict: str = "", remedy: str = "") -> None:
-        """End with an error, and its step, unless a source's step has told it."""
-        if error not in asked.found.answers.values():
-            self.steps.append(Step(check, "failed", str(error), remedy))
-        asked.found.error = error
-        of_error = "unavailable" if isinstance(error, SourceUnavailable) else "refused"
-        self.end(verdict or of_error, exit_of(error))
-
-    def go(
-        self, asked: LookUp, of_server: OfServer, labels: Sequence[str], base: BaseModel | None, *, is_resolved: bool
-    ) -> None:
-        """Walk through the steps; a name that no source can have ends as an error."""
-        if (fault := malformed(asked.name)) is not None:
-            self.fail(asked, fault, "name", "unknown")
-            return
-        self.steps.append(Step("name", "ok", "is well-formed"))
-        if terms := terms_of(asked.name):
-            self.steps.append(Step("parts", "ok", ", ".join(f"{term.weight} of {term.name}" for term in terms)))
-        self.steps += of_server.steps
-        if of_server.is_blocked:
-            remedy = f"lora-plugins load {asked.name.partition('@')[0]}"
-            self.fail(asked, blocked(asked.name), "block", "refused", remedy)
-        elif of_server.state is ServedState.PAUSED:
-            self.end("paused", Exit.UNAVAILABLE)
-        elif of_server.view is not None and of_server.is_the_end:
-            is_warned = any(step.state == "warning" for step in of_server.steps)
-            text = f"served, version {_version(of_server.view)}{', with a warning above' if is_warned else ''}"
-            self.end("served", text=text)
-        else:
-            self._sources(asked, of_server, labels, base)
-            if not is_resolved and asked.found.error is None and (asked.stored or asked.would_fetch):
-                self.end("not resolved", Exit.WRONG)
-
-    def _sources(self, asked: LookUp, of_server: OfServer, labels: Sequence[str], base: BaseModel | None) -> None:
-        self.steps += (_step_of(label, asked.found.answers.get(label)) for label in labels)
-        if of_server.near and not (asked.stored or asked.would_fetch):
-            self.steps.append(Step("spelling", "warning", f"perhaps {of_server.near} was meant"))
-        if (error := asked.found.error) is not None:
-            is_silent = any(step.state == "no answer" for step in of_server.steps)
-            without_source = "no answer" if is_silent else "not asked"
-            place = _PLACES.get(exit_of(error), "adapter")
-            self.fail(asked, error, place, without_source if place == "settings" else "")
-        elif (located := asked.would_fetch) is not None:
-            files = f"{number(len(located.adapter.files), 'file')}, {size(located.size_bytes)}"
-            would = f"would fetch {files}, from {located.adapter.uri}"
-            self.steps.append(Step("store", "ok", would if located.stored is None else f"has it: {located.stored}"))
-            self.steps.append(Step("adapter", "not checked", "nothing is fetched with --dry-run"))
-            self.end("found")
-        elif asked.stored is not None:
-            self._stored(asked.stored, base)
-        elif (reason := why_absent(asked.name)) is not None:
-            self.fail(asked, reason, "revision", "unknown")
-
-    def _stored(self, stored: Stored, base: BaseModel | None) -> None:
-        event = stored.facts
-        how = f"fetched in {event.obtain_s:.2f} s" if event.fetched else "has it"
-        self.steps.append(Step("store", "ok", f"{how}: {event.path}"))
-        self.steps.append(Step("adapter", "ok", f"verified: rank {event.rank}, {size(event.size_bytes)}"))
-        reason = why_not_compared(base, [file.name for file in stored.manifest.files])
-        fits = "no --base-model was given" if base is None else compared_with(base)
-        if base is not None and not reason:
-            fits = f"fits {base.path}: {fits}"
-        verdict = "warning" if event.warnings else "not checked" if reason else "ok"
-        self.steps.append(Step("base", verdict, "; ".join((*event.warnings, *event.notes)) or fits))
-        if reason:
-            self.end("not compared", Exit.NOT_COMPARED, f"whole, and not compared: {reason}")
-        else:
-            self.end("served", text=would_be_served(base, event.rank))
+def _find_near_names(explanations: Iterable[Explanation], settings: Settings, base_path: str, blocks: Blocks) -> None:
+    """Set `near` of unknown names for which the server has named none, from the lists of sources on this machine."""
+    unknown = [one for one in explanations if one.asked.found.error is None and not one.has_adapter and not one.near]
+    known = names_of_environment(settings, base_path, only_local=True) if unknown else ()
+    for one in unknown:
+        like = misspelt(one.asked.name, [name for name in near(one.asked.name, known) if name not in blocks])
+        one.near = "" if like is None else like.expected
 
 
-def _parts_of(one: AskedName | LoRAPluginsError) -> Iterable[AskedName | LoRAPluginsError]:
-    terms = () if isinstance(one, LoRAPluginsError) else terms_of(one.name) or ()
-    return [AskedName(term.name) for term in terms] or [one]
+def _explain(one: Explanation, not_asked: Sequence[Step], labels: Sequence[str], base: BaseModel | None) -> None:
+    """Walk through the steps of a request, up to its end.
+
+    `not_asked` has the warning that vLLM asks no resolver, if so. `labels` are of the sources, in their order.
+    """
+    name, view = one.asked.name, one.view
+    one.steps += not_asked if one.asks_sources else ()
+    if (fault := malformed(name)) is not None:
+        one.fail(fault, "name", "unknown")
+        return
+    one.add("name", "ok", "is well-formed")
+    if terms := terms_of(name):
+        one.add("parts", "ok", ", ".join(f"{term.weight} of {term.name}" for term in terms))
+    one.steps += one.of_server
+    if one.is_blocked:
+        one.fail(blocked(name), "block", "refused", f"lora-plugins load {name.partition('@')[0]}")
+    elif one.asks_sources or view is None:
+        _explain_sources(one, labels, base)
+        if not_asked and one.asked.found.error is None and one.has_adapter:
+            one.end("not resolved", Exit.WRONG)
+    elif view.state is ServedState.PAUSED:
+        one.end("paused", Exit.UNAVAILABLE)
+    else:
+        is_warned = any(step.state == "warning" for step in one.of_server)
+        one.end("served", text=f"served, version {_version(view)}{', with a warning above' if is_warned else ''}")
 
 
-def _is_unknown(asked: LookUp) -> bool:
-    return asked.found.error is None and asked.stored is None and asked.would_fetch is None
+def _explain_sources(one: Explanation, labels: Sequence[str], base: BaseModel | None) -> None:
+    """Add what each source has answered, and end with the adapter that was found, or with the reason for none."""
+    asked = one.asked
+    one.steps += (_step_of(label, asked.found.answers.get(label)) for label in labels)
+    if one.near and not one.has_adapter:
+        one.add("spelling", "warning", f"perhaps {one.near} was meant")
+    if (error := asked.found.error) is not None:
+        check = _STEP_OF_ERROR.get(exit_of(error), "adapter")
+        is_silent = any(step.state == "no answer" for step in one.of_server)
+        without_source = "no answer" if is_silent else "not asked"
+        one.fail(error, check, without_source if check == "settings" else "")
+    elif (located := asked.would_fetch) is not None:
+        files = f"{number(len(located.adapter.files), 'file')}, {size(located.size_bytes)}"
+        would = f"would fetch {files}, from {located.adapter.uri}"
+        one.add("store", "ok", would if located.stored is None else f"has it: {located.stored}")
+        one.add("adapter", "not checked", "nothing is fetched with --dry-run")
+        one.end("found")
+    elif asked.stored is not None:
+        _explain_stored(one, asked.stored, base)
+    elif (reason := why_absent(asked.name)) is not None:
+        one.fail(reason, "revision", "unknown")
+
+
+def _explain_stored(one: Explanation, stored: Stored, base: BaseModel | None) -> None:
+    event = stored.facts
+    how = f"fetched in {event.obtain_s:.2f} s" if event.fetched else "has it"
+    one.add("store", "ok", f"{how}: {event.path}")
+    one.add("adapter", "ok", f"verified: rank {event.rank}, {size(event.size_bytes)}")
+    reason = why_not_compared(base, [file.name for file in stored.manifest.files])
+    fits = "no --base-model was given" if base is None else compared_with(base)
+    if base is not None and not reason:
+        fits = f"fits {base.path}: {fits}"
+    state = "warning" if event.warnings else "not checked" if reason else "ok"
+    one.add("base", state, "; ".join((*event.warnings, *event.notes)) or fits)
+    if reason:
+        one.end("not compared", Exit.NOT_COMPARED, f"whole, and not compared: {reason}")
+    else:
+        one.end("served", text=would_be_served(base, event.rank))
 
 
 def _step_of(source: str, answer: SourceAnswer | None) -> Step:
@@ -296,12 +300,13 @@ def _step_of(source: str, answer: SourceAnswer | None) -> Step:
     return Step(source, "yes", f"{answer.uri}, version {answer.version[:12]}, {files}")
 
 
-def _result(asked: LookUp, of_server: OfServer, explanation: _Explanation) -> Result:
+def _result(one: Explanation) -> Result:
+    asked = one.asked
     fields: dict[str, Any] = {
         "name": asked.name,
-        "verdict": explanation.verdict,
-        "steps": [dict(zip(("step", "verdict", "detail", "hint"), step, strict=True)) for step in explanation.steps],
-        "server": None if of_server.view is None else of_server.view.model_dump(mode="json"),
+        "verdict": one.verdict,
+        "steps": [dict(zip(("step", "verdict", "detail", "hint"), step, strict=True)) for step in one.steps],
+        "server": None if one.view is None else one.view.model_dump(mode="json"),
         "adapter": None,
     }
     if asked.stored is not None:
@@ -316,9 +321,6 @@ def _result(asked: LookUp, of_server: OfServer, explanation: _Explanation) -> Re
         fields["located"] = asked.would_fetch.as_json()
     if asked.found.error is not None:
         fields["error"] = error_fields(asked.found.error)
-    style = {Exit.OK: "bold green", Exit.NOT_COMPARED: "bold yellow"}.get(explanation.code, "bold red")
-    shown = (
-        steps_table(("step", "verdict", ""), explanation.steps, {}),
-        line(f"\n{asked.name}: {explanation.text}", style),
-    )
-    return Result(fields, shown, explanation.code)
+    style = {Exit.OK: "bold green", Exit.NOT_COMPARED: "bold yellow"}.get(one.code, "bold red")
+    shown = steps_table(("step", "verdict", ""), one.steps, {}), line(f"\n{asked.name}: {one.text}", style)
+    return Result(fields, shown, one.code)

@@ -1,4 +1,7 @@
-"""One address's part in a push, and its undoing; the answers of a server, or of all replicas behind one address.
+"""A push to one address and its undoing, and how answers are read; an address is a server, or an application on Ray Serve.
+
+Runs in the trainer's process, in the event loop of a call of `lora_plugins.client`. In: the body of a push, and HTTP
+answers. Out: what each server has answered, which versions are served there, and whether a rollback has succeeded.
 
 On Ray Serve one call reaches several replicas, and each has its own answer.
 """
@@ -35,11 +38,13 @@ class OneAnswer:
         status: of HTTP; 0 without an answer.
         body: the JSON object; empty for any other body.
         text: for people.
+        replica: the replica's name on Ray Serve; empty for a server.
     """
 
     status: int
     body: Mapping[str, Any]
     text: str
+    replica: str = ""
 
     def is_done(self, needs: str) -> bool:
         """Whether the call was done; the body of a done call has a value of the key `needs`."""
@@ -61,15 +66,17 @@ def object_of(answer: str | bytes) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def rows_of(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of replicas, each with `replica`, `status` and an object `body`; none for any other answer."""
+def replicas_of(content: Mapping[str, Any]) -> list[OneAnswer]:
+    """Return the answers of the replicas of an application on Ray Serve; none for any other answer."""
     rows = content.get("replicas")
     if not isinstance(rows, list) or not all(isinstance(it, dict) and isinstance(it.get("status"), int) for it in rows):
         return []
-    return [
-        {"replica": "", **it, "body": it["body"] if isinstance(it.get("body"), dict) else {}, "said": it.get("body")}
-        for it in rows
-    ]
+    answers = []
+    for row in rows:
+        said, replica = row.get("body"), str(row.get("replica", ""))
+        text = f"replica {replica}: {row['status']} {json.dumps(said)}"
+        answers.append(OneAnswer(row["status"], said if isinstance(said, dict) else {}, text, replica))
+    return answers
 
 
 def answers_of(heard: Heard) -> list[OneAnswer]:
@@ -77,14 +84,11 @@ def answers_of(heard: Heard) -> list[OneAnswer]:
     if isinstance(heard, BaseException):
         return [OneAnswer(0, {}, f"{type(heard).__name__}: {heard}")]
     body = object_of(heard.content)
-    if not (rows := rows_of(body)):
-        # Not followed: it would change the method, or carry the key and the adapter elsewhere.
-        leads = f"leads to {_SECRET.sub('…', heard.headers['Location'])} " if heard.has_redirect_location else ""
-        return [OneAnswer(heard.status_code, body, f"{heard.status_code} {leads}{heard.text}")]
-    return [
-        OneAnswer(it["status"], it["body"], f"replica {it['replica']}: {it['status']} {json.dumps(it['said'])}")
-        for it in rows
-    ]
+    if replicas := replicas_of(body):
+        return replicas
+    # A redirect is not followed: it would change the method, or carry the key and the adapter elsewhere.
+    leads = f"leads to {_SECRET.sub('…', heard.headers['Location'])} " if heard.has_redirect_location else ""
+    return [OneAnswer(heard.status_code, body, f"{heard.status_code} {leads}{heard.text}")]
 
 
 def error_of(answers: list[OneAnswer], needs: str) -> str | None:

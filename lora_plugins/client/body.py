@@ -1,4 +1,8 @@
-"""The body of a push: a tar archive of a PEFT directory, or a safetensors file of tensors."""
+"""The body of a push: a tar archive of a PEFT directory, or a safetensors file of tensors.
+
+Runs in the process of a trainer, or of `lora-plugins push`. Out: the bytes, and the headers that describe the bytes;
+`api/push_forms.py` takes the body apart in the server.
+"""
 
 from __future__ import annotations
 

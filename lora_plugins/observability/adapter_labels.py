@@ -1,4 +1,8 @@
-"""Bounds on the series of metrics: labels with adapters' names, and a gauge of the latest settings."""
+"""Bounds on the series of metrics: labels with adapters' names, and a gauge of the latest settings.
+
+Used in the API server by `event_metrics.py` at each event and by `engine_metrics.py` at each scrape. In: the name of a
+served adapter, and the setting `LORA_PLUGINS_METRICS_ADAPTERS`. Out: the adapter's own label, or the common `_other`.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """The metrics hook: counts events of the API server; `docs/reference/metrics.md` has the table of all metrics.
 
+Runs in the API server, in the code that emits an event. In: events of `events.py`. Out: counters, histograms and gauges
+of `prometheus_client`: the tables below say which metrics exist, and `_COUNTS` which event changes which metric.
+
 Our own metrics begin with `lora_plugins_`. Names with `vllm:` are names that vLLM itself is about to have
 (vllm-project/vllm#54830), and that routers read; `engine_metrics.py` has such names.
 """
@@ -21,17 +24,14 @@ NO_SOURCE = "none"  # the label for a name that no source has
 # Seconds: a question to a file system takes tenths of a millisecond, a fetch of gigabytes minutes.
 _LOCATE_BUCKETS_S = (0.0005, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 # Few: each adapter has a series of each.
-_FIRST_TOKEN_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_TOKEN_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _FETCH_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 # By name, without `lora_plugins_`, and labels.
 _COUNTERS: Mapping[tuple[str, ...], str] = {
     ("resolves", "source", "result"): "Names that were asked for, by source and result: served, refused, failed, busy, "
     "absent",
     ("polls", "source", "result"): "Names that the server asked for by itself: for new versions, or of a declared set",
-    (
-        "absences_remembered",
-        "source",
-    ): "Lookups saved, because the source answered recently that it has no such adapter",
+    ("absences_remembered", "source"): "Lookups saved, as the source said lately that it has no such adapter",
     ("errors", "stage", "code"): "Adapters that could not be served, by where (resolve, load, request, update, "
     "declared) and error code; requests over a key's limit (key)",
     ("fetched_bytes", "source"): "Bytes of adapters fetched",
@@ -51,10 +51,7 @@ _COUNTERS: Mapping[tuple[str, ...], str] = {
 _HISTOGRAMS: Mapping[tuple[str, ...], tuple[str, Sequence[float]]] = {
     ("locate_seconds", "source"): ("Asking sources where an adapter is", _LOCATE_BUCKETS_S),
     ("fetch_seconds", "source"): ("Fetching, verifying and publishing a version", _FETCH_BUCKETS_S),
-    ("time_to_first_token_seconds", "adapter_name"): (
-        "From a request's arrival until its first token",
-        _FIRST_TOKEN_BUCKETS_S,
-    ),
+    ("time_to_first_token_seconds", "adapter_name"): ("From a request's arrival to its first token", _TOKEN_BUCKETS_S),
     ("swap_load_seconds",): ("Loading a version beside the one that it replaces", _FETCH_BUCKETS_S),
     ("drain_seconds",): ("From an unload until its last request had ended", _FETCH_BUCKETS_S),
 }

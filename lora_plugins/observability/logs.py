@@ -1,6 +1,8 @@
 """The logging hook: a line for an adapter's whole way into the engine, and a rejection's warning once.
 
-Clients choose unknown names, and the number of requests, so `UnknownNames` bounds the lines for unknown names.
+Runs in the API server, in the code that emits an event. In: events of `events.py`. Out: lines of the logger
+`vllm.lora_plugins`. Clients choose unknown names, and the number of requests, so `UnknownNames` bounds the lines for
+unknown names.
 """
 
 from __future__ import annotations
@@ -8,9 +10,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import Any
 
-from cachetools import LRUCache, TTLCache
+from cachetools import Cache, LRUCache, TTLCache
 
 from lora_plugins import events
 from lora_plugins.events import AdapterUnknown
@@ -44,7 +47,7 @@ class LogEvents:
         self._resolved: LRUCache[str, tuple[str, str]] = LRUCache(_REMEMBERED)  # by name: path, line's beginning
         self._loaded: LRUCache[tuple[str, str], None] = LRUCache(_REMEMBERED)
         self._unknown = UnknownNames()
-        self._said_busy: TTLCache[str, bool] = TTLCache(_REMEMBERED, _BUSY_EVERY_S, time.monotonic)  # by source
+        self._said_busy: TTLCache[str, None] = TTLCache(_REMEMBERED, _BUSY_EVERY_S, time.monotonic)  # by source
 
     def __call__(self, event: events.Event) -> None:  # noqa: C901, PLR0912, PLR0915 - a case for each event
         match event:
@@ -75,10 +78,11 @@ class LogEvents:
             case events.BreakerClosed():
                 logger.warning("%s answers again, after %.1f s", event.source, event.open_s)
             case events.LookUpRefused():
-                self._log_busy(event)
+                # Once a minute for each source: a flood of names has as many refusals.
+                busy = f"More unknown names are asked for than {event.source} is asked about"
+                _warn_once(self._said_busy, event.source, f"{busy}; the first of this minute: {event.error}")
             case events.AdapterUnknown():
-                line = self._unknown.line(event)
-                if line is not None:
+                if (line := self._unknown.line(event)) is not None:
                     logger.info("%s", line)
             case events.AdapterSwapped() if event.before == event.after:
                 text = "Adapter '%s' repaired: %s fetched and loaded again, in %.2f s"
@@ -120,31 +124,12 @@ class LogEvents:
         key = (event.name, event.path)
         # Versions differ by path: a swap resolves the next version while the first is still loading.
         path, line = self._resolved.get(event.name, ("", ""))
-        if path == event.path:
-            del self._resolved[event.name]
-        else:
-            line = ""
+        line = self._resolved.pop(event.name)[1] if path == event.path else ""
         is_new = bool(line) or key not in self._loaded
         self._loaded[key] = None
-        logger.log(
-            logging.INFO if is_new else logging.DEBUG,
-            "%s, loaded in %.1f ms, %s",
-            line or f"Adapter {event.name!r}{'' if is_new else ' again'}: {event.size_bytes / 1e6:.1f} MB",
-            event.load_s * 1e3,
-            event.path,
-        )
-
-    def _log_busy(self, event: events.LookUpRefused) -> None:
-        """Log a refusal once a minute for each source: a flood of names has as many refusals."""
-        is_repeat = event.source in self._said_busy
-        if not is_repeat:
-            self._said_busy[event.source] = True
-        logger.log(
-            logging.DEBUG if is_repeat else logging.WARNING,
-            "More unknown names are asked for than %s is asked about; the first of this minute: %s",
-            event.source,
-            event.error,
-        )
+        level = logging.INFO if is_new else logging.DEBUG
+        line = line or f"Adapter {event.name!r}{'' if is_new else ' again'}: {event.size_bytes / 1e6:.1f} MB"
+        logger.log(level, "%s, loaded in %.1f ms, %s", line, event.load_s * 1e3, event.path)
 
     def _log_not_loaded(self, name: str) -> None:
         if name in self._resolved:
@@ -153,9 +138,14 @@ class LogEvents:
 
     def _warn(self, name: str, text: str) -> None:
         # By text too: a new reason for the same name is a new warning.
-        is_repeat = (name, text) in self._warned
-        self._warned[name, text] = None
-        logger.log(logging.DEBUG if is_repeat else logging.WARNING, "%s", text)
+        _warn_once(self._warned, (name, text), text)
+
+
+def _warn_once(said: Cache[Any, None], key: Hashable, text: str) -> None:
+    """Log a warning; at DEBUG while `said` remembers the key."""
+    is_repeat = key in said
+    said.setdefault(key)  # a key of before keeps its end of time, and is remembered longer where the order counts
+    logger.log(logging.DEBUG if is_repeat else logging.WARNING, "%s", text)
 
 
 def _short(version: str) -> str:

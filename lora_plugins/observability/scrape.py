@@ -1,7 +1,9 @@
 """`/metrics` with the current figures of engines and store, queried only when `/metrics` is scraped.
 
-A query costs the engine loop a call between two steps. Queries are at least a second apart. A scrape waits for the
-answer for two seconds at most; after two seconds the scrape shows the last answer's figures.
+Runs in the event loop of the API server: the middleware `RefreshBeforeScrape` refreshes `MetricsCollector` before
+`prometheus_client` collects from it. A query costs the engine loop a call between two steps. Queries are at least a
+second apart. A scrape waits for the answer for two seconds at most; after two seconds the scrape shows the last
+answer's figures.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ TIMEOUT_S = 2.0
 STORE_INTERVAL_S = 5.0
 
 _Message = MutableMapping[str, Any]
-Asgi = Callable[[_Message, Callable[[], Awaitable[_Message]], Callable[[_Message], Awaitable[None]]], Awaitable[None]]
+_Receive = Callable[[], Awaitable[_Message]]
+_Send = Callable[[_Message], Awaitable[None]]
+Asgi = Callable[[_Message, _Receive, _Send], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,9 +148,8 @@ class MetricsCollector:
         reports: Reports | None = self._engines.answer
         if reports is not None:
             yield from of_engines.families(reports.model_name, reports.engines, self._labels)
-            yield GaugeMetricFamily(
-                "lora_plugins_figures_age_seconds", "Since the engines last answered", self._engines.age_s
-            )
+            text = "Since the engines last answered"
+            yield GaugeMetricFamily("lora_plugins_figures_age_seconds", text, self._engines.age_s)
         store: StoreUsage | None = self._store.answer
         if store is not None:
             yield GaugeMetricFamily("lora_plugins_store_adapters", "Adapters in the store", store.adapters)
@@ -166,12 +169,7 @@ class RefreshBeforeScrape:
         self._refresh = refresh
         self._answer = answer
 
-    async def __call__(
-        self,
-        scope: _Message,
-        receive: Callable[[], Awaitable[_Message]],
-        send: Callable[[_Message], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
         """Pass a connection on."""
         if scope["type"] == "http" and _is_scrape(scope):
             await self._refresh(getattr(scope["app"].state, "engine_client", None))

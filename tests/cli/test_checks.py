@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 
 from lora_plugins.cli import Exit
-from lora_plugins.cli.checks import Context
 from lora_plugins.cli.doctor import CHECKS
+from lora_plugins.cli.doctor_context import Context
 from lora_plugins.findings import State, Step, discovered_plugins
 from lora_plugins.settings import OWN_VARIABLES
 from lora_plugins.vllm_patches.vllm_sources import installed

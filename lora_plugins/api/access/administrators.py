@@ -1,4 +1,8 @@
-"""Decide who may administer: by the access policy, by an admin key, by vLLM's keys, or by the caller's address."""
+"""Decide who may administer: by the access policy, by an admin key, by vLLM's keys, or by the caller's address.
+
+Runs in the API server, for every connection, before the body is read. In: the ASGI scope. Out: a `Principal`, and for
+a caller without the right the refusal with its remedy. `principals.py` asks.
+"""
 
 from __future__ import annotations
 

@@ -33,9 +33,8 @@ _READS = """
 
 
 def _matching(routes: str) -> re.Pattern[str]:
-    return re.compile(
-        "|".join(re.escape(route) for route in routes.split()).replace("ID", "[^/]+").replace("REST", ".*")
-    )
+    expressions = (re.escape(route).replace("ID", "[^/]+").replace("REST", ".*") for route in routes.split())
+    return re.compile("|".join(expressions))
 
 
 _WITH_POLICY = {

@@ -168,11 +168,13 @@ class Policy:
         try:
             return cls.parse(path.read_text(encoding="utf-8-sig"))
         except OSError as error:
-            raise _wrong(f"a file that answers '{error.strerror}'", "a file that can be read", path) from None
+            found, expected = f"a file that answers '{error.strerror}'", "a file that can be read"
         except UnicodeDecodeError:
-            raise _wrong("bytes that are no UTF-8", "TOML in UTF-8", path) from None
+            found, expected = "bytes that are no UTF-8", "TOML in UTF-8"
         except InvalidSettings as error:
-            raise _wrong(error.found, error.expected, path) from None
+            found, expected = error.found, error.expected
+        found = f"{found} in the file of LORA_PLUGINS_POLICY"
+        raise InvalidSettings(found, expected=expected, remedy=f"correct {path}", file=path.name)
 
     @classmethod
     def parse(cls, text: str) -> Policy:
@@ -200,9 +202,8 @@ class Policy:
                 owners[digest] = place
                 tenants[digest] = principal
         default = _read(file.default, _Default, "default")
-        everybody = Principal(
-            "(default)", _compiled(default.adapters), share=default.share, rate=default.rate("(default)")
-        )
+        label = "(default)"
+        everybody = Principal(label, _compiled(default.adapters), share=default.share, rate=default.rate(label))
         return cls(everybody, tenants)
 
     def of_key(self, key: str | None) -> Principal:
@@ -274,12 +275,3 @@ def _keys(keys: Iterable[str], where: str) -> Iterator[tuple[str, bytes]]:
             raise InvalidSettings(f"a key that no header can carry in {place}", expected="printable ASCII, no space")
         else:
             yield place, hashlib.sha256(key.encode()).digest()
-
-
-def _wrong(found: str, expected: str, path: Path) -> InvalidSettings:
-    return InvalidSettings(
-        f"{found} in the file of LORA_PLUGINS_POLICY",
-        expected=expected,
-        remedy=f"correct {path}",
-        file=path.name,
-    )

@@ -1,4 +1,9 @@
-"""The principal of the running request, and what the principal may call; pure ASGI, no vLLM."""
+"""The principal of the running request, and the routes that the principal may call; pure ASGI, no vLLM.
+
+`KnowPrincipal` stands in the API server's stack of middlewares, and runs once for each connection: `administrators.py`
+says who calls, the middleware refuses or passes the call on, and notes the principal in a context variable. The
+functions above the class read the variable, wherever the request's code needs limits or rights.
+"""
 
 from __future__ import annotations
 
