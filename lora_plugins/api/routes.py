@@ -291,10 +291,7 @@ async def resume(lora_name: models.Name, lifecycle: _Lifecycle) -> models.Adapte
 
 @router.post("/{lora_name:path}/refresh")
 async def refresh(
-    lora_name: models.Name,
-    lifecycle: _Lifecycle,
-    body: models.SwapRequest | None = None,
-    expects: _Expected = None,
+    lora_name: models.Name, lifecycle: _Lifecycle, body: models.SwapRequest | None = None, expects: _Expected = None
 ) -> models.VersionStatus:
     """Look for a new version at the source now, and swap to it; ends the effect of a rollback."""
     body = body or models.SwapRequest()
