@@ -1,5 +1,8 @@
 """A client of the admin API for trainers: push an adapter to one or several servers, all or none; no vLLM, no torch.
 
+Runs in the trainer's process. Each function calls all servers at once, and raises an error with the answers of the
+servers that did not do as they were asked; functions that end in `_async` are for programs with an event loop.
+
     from lora_plugins.client import pause, push, resume
     from peft import get_peft_model_state_dict
 

@@ -1,9 +1,10 @@
-"""A push to one address and its undoing, and how answers are read; an address is a server, or an application on Ray Serve.
+"""A push to one address and its undoing, and how answers are read.
 
 Runs in the trainer's process, in the event loop of a call of `lora_plugins.client`. In: the body of a push, and HTTP
 answers. Out: what each server has answered, which versions are served there, and whether a rollback has succeeded.
 
-On Ray Serve one call reaches several replicas, and each has its own answer.
+An address is of one server, or of an application on Ray Serve, where one call reaches several replicas, and each has
+its own answer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import httpx
 
-Heard = httpx.Response | BaseException
+Heard = httpx.Response | BaseException  # what came of a call: an answer, or the error in its place
 _LOOK_S = 10.0
 _SECRET = re.compile(r"(?<=//)[^/?#]*@|[?#].*")  # login, query and fragment of a URL
 # With these errors the server has not got the whole body, and so cannot take the push.
