@@ -23,8 +23,7 @@ from lora_plugins.vllm_patches.engine_modules import model_of
 
 BaseModelPath = Annotated[str | None, typer.Option("--base-model", help="Path or Hub id of the server's base model.")]
 ServedNames = Annotated[
-    list[str] | None,
-    typer.Option("--served-model-name", help="The served names of the base model; may be repeated."),
+    list[str] | None, typer.Option("--served-model-name", help="The served names of the base model; may be repeated.")
 ]
 MaxRank = Annotated[int | None, typer.Option("--max-lora-rank", min=1, help="The server's largest rank.")]
 

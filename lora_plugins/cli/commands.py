@@ -1,7 +1,7 @@
-"""The application `lora-plugins`: registers every command with Typer, and maps errors to a line on stderr and an exit code.
+"""The application `lora-plugins`: every command, and what becomes of an error of a command.
 
-`main` of `cli/__init__.py` calls `run` once for each process. In: the arguments. Out: the exit code; the command has
-printed its result by then.
+`main` of `cli/__init__.py` calls `run` once for each process. In: the arguments. Out: the exit code; results and
+errors are printed by then.
 """
 
 from __future__ import annotations
@@ -33,7 +33,20 @@ from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import environment
 
 _COMPLETION = "_LORA_PLUGINS_COMPLETE"  # set by the scripts that Typer installs, which call without arguments
-_COMMANDS = (doctor, why, inspect, pull, ls, verify, gc, rm, push, compare, explain, *VERBS)
+_COMMANDS: Sequence[Callable[..., Result]] = (
+    doctor,
+    why,
+    inspect,
+    pull,
+    ls,
+    verify,
+    gc,
+    rm,
+    push,
+    compare,
+    explain,
+    *VERBS,
+)
 EXAMPLES: dict[str, list[str]] = {}  # by command, from its docstring
 
 app = typer.Typer(

@@ -13,12 +13,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import typer
 
 from lora_plugins.cli import Exit, UsageProblem
 from lora_plugins.cli.at_fault import ByPeft, Trained, apart, at_fault
+from lora_plugins.cli.name_arguments import lines_of
 from lora_plugins.cli.output import Output, Result, Shown, line, table
 from lora_plugins.cli.server_client import DEFAULT_URL, VLLM_KEY, AdminClient, ServerUrl, Timeout
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
@@ -67,31 +68,38 @@ def compare(
     else:
         output.progress("computing what was trained with PEFT")
         model = ByPeft(peft or Path(), base)
-        trained = [*map(model.trained, PROMPTS if prompts is None else _lines_of(prompts, "--prompts"))]
+        trained = [*map(model.trained, PROMPTS if prompts is None else lines_of(prompts, "--prompts"))]
         by_token = by_token or model.trains_head  # `prompt_logprobs` may be wrong there (`CompletionServer.logprobs`)
     by_adapter = [server.logprobs(name, one.token_ids, by_token=by_token) for one in trained]
     by_base = [server.logprobs(served_base, one.token_ids, by_token=by_token) for one in trained]
     floor, rows = judge(trained, by_adapter, by_base, limit)
-    verdicts = {row.verdict for row in rows}
-    is_right, found = OK in verdicts and verdicts <= {OK, UNSEEN}, list[str]()
+    verdicts, causes = {row.verdict for row in rows}, list[str]()
     if verdicts & {OUT, AS_BASE}:
         output.progress("computing which modules are at fault")
         without = "which modules are at fault is told with --peft DIRECTORY"
-        found = [at_fault(trained, by_adapter, floor[0] * limit, model) if model else without]
-    ending = "served as trained" if is_right else "not shown to be served as trained"
-    floor_text = f"how far {served_base} is from its trainer's, {floor[0]:.2g} at most, {floor[1]:.2g} in the mean"
-    cells = [
-        (repr(row.prompt[:40]), str(row.tokens), f"{row.largest:.1f}", f"{row.mean:.1f}", row.verdict) for row in rows
-    ]
+        causes = [at_fault(trained, by_adapter, floor.largest * limit, model) if model else without]
+    is_right = OK in verdicts and verdicts <= {OK, UNSEEN}
     fields = {"name": name, "url": url, "base": served_base, "limit": limit, "verdict": OK if is_right else OUT}
-    fields |= {"floor": {"largest": floor[0], "mean": floor[1]}, "prompts": [asdict(row) for row in rows]}
+    fields |= {"floor": floor._asdict(), "prompts": [asdict(row) for row in rows], "at_fault": causes}
+    from_trainer = f"{floor.largest:.2g} at most, {floor.mean:.2g} in the mean"
+    ending = "served as trained" if is_right else "not shown to be served as trained"
     shown: list[Shown] = [
-        table(("prompt", "tokens", "largest", "mean", "verdict"), cells),
-        line(f"\nin multiples of the floor: {floor_text}; up to {limit:g} are right"),
-        *map(line, found),
+        table(("prompt", "tokens", "largest", "mean", "verdict"), map(_cells, rows)),
+        line(
+            f"\nin multiples of the floor: how far {served_base} is from its trainer's, {from_trainer}"
+            f"; up to {limit:g} are right"
+        ),
+        *map(line, causes),
         line(f"{name}: {ending}", f"bold {'green' if is_right else 'red'}"),
     ]
-    return Result(fields | {"at_fault": found}, shown, Exit.OK if is_right else Exit.WRONG)
+    return Result(fields, shown, Exit.OK if is_right else Exit.WRONG)
+
+
+class Floor(NamedTuple):
+    """How far the server's base model is from the trainer's, in logarithms of probabilities of tokens."""
+
+    largest: float
+    mean: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,25 +113,29 @@ class Compared:
     verdict: str
 
 
+def _cells(row: Compared) -> tuple[str, ...]:
+    return repr(row.prompt[:40]), str(row.tokens), f"{row.largest:.1f}", f"{row.mean:.1f}", row.verdict
+
+
 def judge(
     trained: Sequence[Trained], by_adapter: Sequence[Sequence[float]], by_base: Sequence[Sequence[float]], limit: float
-) -> tuple[tuple[float, float], list[Compared]]:
-    """Return the floor, largest and mean, and a verdict for each prompt."""
+) -> tuple[Floor, list[Compared]]:
+    """Return the floor, and a verdict for each prompt."""
     both = [(served, one.base_logprobs) for one, served in zip(trained, by_base, strict=True)]
     floors = [one for served, plain in both if plain is not None for one in apart(served, plain)]
-    largest_floor, mean_floor = max(*floors, _SMALLEST_LARGEST), max(sum(floors) / len(floors), _SMALLEST_MEAN)
-    rows, near = [], limit * largest_floor
+    floor = Floor(max(*floors, _SMALLEST_LARGEST), max(sum(floors) / len(floors), _SMALLEST_MEAN))
+    rows, near = [], limit * floor.largest
     for one, adapted, plain in zip(trained, by_adapter, by_base, strict=True):
         away = apart(adapted, one.logprobs)
-        largest, mean = max(away) / largest_floor, sum(away) / len(away) / mean_floor
-        if mean_floor > _FARTHEST:
+        largest, mean = max(away) / floor.largest, sum(away) / len(away) / floor.mean
+        if floor.mean > _FARTHEST:
             verdict = OTHER_BASE
         elif not largest <= limit >= mean:  # NaN is out
             verdict = AS_BASE if max(apart(adapted, plain)) <= near else OUT
         else:
             verdict = UNSEEN if max(apart(one.logprobs, one.base_logprobs or plain)) <= near else OK
         rows.append(Compared(one.prompt, len(one.token_ids), largest, mean, verdict))
-    return (largest_floor, mean_floor), rows
+    return floor, rows
 
 
 def read_trained(path: Path) -> Iterator[Trained]:
@@ -133,7 +145,7 @@ def read_trained(path: Path) -> Iterator[Trained]:
         UsageProblem: the file cannot be read, is something else, or has no answers of the base model.
     """
     has_floor = False
-    for place, text in enumerate(_lines_of(path, "--trainer"), 1):
+    for place, text in enumerate(lines_of(path, "--trainer"), 1):
         try:
             raw = json.loads(text)
             ids, plain = tuple(map(int, raw["token_ids"])), raw.get("base_logprobs")
@@ -156,17 +168,6 @@ def _after_the_first(values: Sequence[Any], tokens: int) -> tuple[float, ...]:
     if tokens < 2 or len(values) not in (tokens, tokens - 1) or not all(map(math.isfinite, found)):
         raise ValueError(f"{len(values)} logprobs of {tokens} tokens, or a number that is not finite")
     return found
-
-
-def _lines_of(path: Path, option: str) -> list[str]:
-    """Return the lines of a file that an option names, without empty lines."""
-    try:
-        lines = [text for text in path.read_text(encoding="utf-8-sig").splitlines() if text.strip()]
-    except (OSError, ValueError) as error:
-        raise UsageProblem(f"{option} {path}: cannot be read ({error})") from None
-    if not lines:
-        raise UsageProblem(f"{option} {path}: nothing in it")
-    return lines
 
 
 class CompletionServer:

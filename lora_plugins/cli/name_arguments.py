@@ -50,7 +50,7 @@ def wanted(names: Sequence[str] | None, file: Path | None) -> list[AskedName]:
         raise UsageProblem("an empty name: is a variable of the shell unset?")
     found = [AskedName(name) for name in names or ()]
     if file is not None:
-        found += _lines(file)
+        found += _names_in(file)
     if not found:
         raise UsageProblem("no names: give one or more, or --file" if file is None else f"--file {file}: no names")
     return list(dict.fromkeys(found))
@@ -94,14 +94,25 @@ def expand(asked: Iterable[AskedName], known: Callable[[], Iterable[str]], where
     return list(found.values())
 
 
-def _lines(file: Path) -> list[AskedName]:
-    try:
-        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise UsageProblem(f"--file {file}: {getattr(error, 'strerror', None) or 'no text'}") from None
+def _names_in(file: Path) -> list[AskedName]:
     found = []
-    for row in map(str.strip, text.splitlines()):
-        if row and not row.startswith("#"):
+    for row in map(str.strip, lines_of(file, "--file")):
+        if not row.startswith("#"):
             match = _WITH_URI.fullmatch(row)
             found.append(AskedName(match[1], match[2]) if match else AskedName(row))
     return found
+
+
+def lines_of(file: Path, option: str) -> list[str]:
+    """Return the lines of the file that an option names, without empty lines; `-` is stdin.
+
+    Raises:
+        UsageProblem: the file cannot be read, or has no lines.
+    """
+    try:
+        text = sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise UsageProblem(f"{option} {file}: {getattr(error, 'strerror', None) or 'no text'}") from None
+    if not text.strip():
+        raise UsageProblem(f"{option} {file}: nothing in it")
+    return [row for row in text.splitlines() if row.strip()]

@@ -115,14 +115,10 @@ class Output:
         return code
 
     def draw(self, what: RenderableType) -> None:
-        """Print anything that rich can draw; in a pipe without the blanks at the ends of lines."""
-        is_text = isinstance(what, Text)
-        if self.console.is_terminal:
-            self.console.print(what, soft_wrap=is_text)
-            return
+        """Print anything that rich can draw, without the blanks at the ends of lines."""
         # rich fills cells up with blanks, which a pipe need not carry.
         with self.console.capture() as drawn:
-            self.console.print(what, soft_wrap=is_text)
+            self.console.print(what, soft_wrap=isinstance(what, Text))
         sys.stdout.write("".join(f"{line.rstrip()}\n" for line in drawn.get().split("\n")[:-1]))
         sys.stdout.flush()
 

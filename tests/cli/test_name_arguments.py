@@ -52,9 +52,10 @@ def test_a_file_names_what_to_pull(many, monkeypatch):
     assert (done.code, names(done)) == (Exit.OK, ["team/sql", "mine"])
     file.write_text("team/sql\n", encoding="utf-8-sig")
     assert names(many("pull", "--file", file, "--json")) == ["team/sql"]
-    file.write_text("\n# none\n")
-    done = many("pull", "--file", file)
-    assert (done.code, "no names" in done.err) == (Exit.USAGE, True)
+    for text, says in ("\n# none\n", "no names"), ("\n", "nothing in it"):
+        file.write_text(text)
+        done = many("pull", "--file", file)
+        assert (done.code, says in done.err) == (Exit.USAGE, True)
 
 
 def test_why_and_inspect_go_on_after_an_error(many):
