@@ -33,20 +33,8 @@ from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import environment
 
 _COMPLETION = "_LORA_PLUGINS_COMPLETE"  # set by the scripts that Typer installs, which call without arguments
-_COMMANDS: Sequence[Callable[..., Result]] = (
-    doctor,
-    why,
-    inspect,
-    pull,
-    ls,
-    verify,
-    gc,
-    rm,
-    push,
-    compare,
-    explain,
-    *VERBS,
-)
+_OWN = (doctor, why, inspect, pull, ls, verify, gc, rm, push, compare, explain)
+_COMMANDS: Sequence[Callable[..., Result]] = (*_OWN, *VERBS)
 EXAMPLES: dict[str, list[str]] = {}  # by command, from its docstring
 
 app = typer.Typer(

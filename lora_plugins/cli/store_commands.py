@@ -102,13 +102,8 @@ def gc(
         stays = "was served in the last 7 days: --all removes it too" if is_served else "is leased by running servers"
         shown.append(line(f"what would still have to go {stays}", "bold red"))
     code = Exit.OK if fits else Exit.NO_ROOM
-    numbers: dict[str, Any] = {
-        "max_bytes": budget,
-        "before_bytes": before_bytes,
-        "after_bytes": left_bytes,
-        "fits": fits,
-    }
-    return listed(map(Result, rows), below=shown, code=code, store=view.path, dry_run=dry_run, **numbers)
+    numbers: dict[str, Any] = {"max_bytes": budget, "before_bytes": before_bytes, "after_bytes": left_bytes}
+    return listed(map(Result, rows), below=shown, code=code, store=view.path, dry_run=dry_run, **numbers, fits=fits)
 
 
 def _removed(dry_run: bool) -> str:
