@@ -1,6 +1,6 @@
 """The routes of the admin API below `/v1/loras`, for operators and trainers.
 
-Run in the event loop of vLLM's API server. Each route reads the request, calls `lifecycle.Lifecycle`, which does the
+Run in the event loop of vLLM's API server. Each route reads the request, calls `Lifecycle`, which does the
 work, and answers with a model of `models.py`. `access/administrators.py` decides who may call them. Errors have vLLM's
 shape, with this package's code in the message and the error's fields beside.
 """
