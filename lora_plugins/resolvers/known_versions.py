@@ -111,7 +111,7 @@ class KnownVersions:
         # vLLM handles requests for one name one after the other, and each would meet the fault again.
         faults_s = SourceUnavailable.retry_after_s
         self._faults: TTLCache[Key, LoRAPluginsError] = TTLCache(_REMEMBERED_NAMES, faults_s, timer)
-        # Located adapters whose files nobody has asked for yet: `resolve` after `has` asks no source again.
+        # Found by `has`, not fetched yet: `resolve` then asks no source again.
         self._located: TTLCache[Key, AtSource] = TTLCache(_REMEMBERED_NAMES, _LOCATED_S, timer)
         # Name → the places of the name, with the source's label, by which a name may reach a version.
         self._places: LRUCache[str, dict[str, str]] = LRUCache(_REMEMBERED_NAMES)
