@@ -179,7 +179,7 @@ class Store(Entries):
             await to_its_end(self._relieved(make))
             yield
         finally:
-            await asyncio.to_thread(discard, directory)
+            await asyncio.shield(asyncio.to_thread(discard, directory))  # a second cancellation must leave no files
 
     def pressed_at(self) -> int:
         """When a process last found no room for leases of others, in the file system's ns; 0 where none ever has."""
