@@ -11,7 +11,7 @@ import pytest
 from benchmarks.callers import Answer
 from benchmarks.real import __main__ as real
 from benchmarks.real import answers
-from benchmarks.real.bed import SHIPPED, Bed, Figure
+from benchmarks.real.bed import OURS, SHIPPED, STOCK, Bed, Figure
 from benchmarks.real.cold import cold_figures
 from benchmarks.real.many import thousand_figures
 from benchmarks.real.speed import decode_figures
@@ -42,10 +42,16 @@ def test_a_page_has_the_figures_of_each_kept_part(tmp_path: Path) -> None:
 
 
 def test_a_share_is_that_of_turns_in_one_round() -> None:
-    speeds = [(0, 0, 100.0), (0, 1, 98.0), (1, 0, 50.0), (1, 1, 48.0), (2, 0, 80.0)]
-    rows = [{"dtype": "float32", "round": at, "adapters": n, "tokens_per_s": speed} for at, n, speed in speeds]
-    base, one = decode_figures([*rows, {"dtype": "bfloat16", "left_out": "none here"}])[:2]
+    ours = [(0, 0, 100.0), (0, 1, 98.0), (1, 0, 50.0), (1, 1, 48.0), (2, 0, 80.0)]
+    turns = [(at, OURS, count, speed) for at, count, speed in ours] + [(0, STOCK, 0, 102.0), (1, STOCK, 0, 49.0)]
+    rows = [dict(zip(("round", "arm", "adapters", "tokens_per_s"), turn, strict=True)) for turn in turns]
+    rows = [{"dtype": "float32", **row} for row in rows]
+    base, one, of_stock = decode_figures([*rows, {"dtype": "bfloat16", "left_out": "none here"}])[:3]
     assert (base.value, one.value, one.spread, one.is_met) == ("80.0", "0.970", "0.960 to 0.980, n=2", True)
+    assert (of_stock.what, of_stock.spread) == (
+        "float32, base, share of the base's in stock vLLM",
+        "0.980 to 1.020, n=2",
+    )
     assert decode_figures([{"dtype": "bfloat16", "left_out": "none here"}])[-1].spread == "none here"
 
 
