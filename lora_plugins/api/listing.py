@@ -155,10 +155,5 @@ async def _declared(reconciler: Reconciler) -> models.DeclaredSetView | None:
         not_served = models.DeclaredState.WAITING if error is None else models.DeclaredState.FAILED
         state = models.DeclaredState.SERVED if target.is_done else not_served
         views.append(models.DeclaredView(lora_name=name, state=state, error=error))
-        views.append(
-            models.DeclaredView(
-                lora_name=name, state=models.DeclaredState.SERVED if target.is_done else state, error=error
-            )
-        )
     wrong = reconciler.file_error
     return models.DeclaredSetView(loras=views, file_error=None if wrong is None else str(wrong))
