@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 
@@ -16,18 +17,24 @@ from tests.virtual_time import runs
 LONG_S = 60.0
 
 
-async def one_runs_and_one_is_held(world: World) -> tuple[asyncio.Task[str], asyncio.Task[str]]:
-    """Of one slot, `chat` has it until its request is ended, and a request for `sql` is held."""
-    world.resolver.has |= {"sql": Version("aa"), "chat": Version("bb")}
-    for name in ("sql", "chat"):
+async def serving_two(**options: Any) -> World:
+    """A server of `sql` and `chat`."""
+    world = World({"sql": "aa", "chat": "bb"}, **options)
+    for name in world.resolver.has:
         await world.lifecycle.load(name)
+    return world
+
+
+async def one_runs_and_one_is_held() -> tuple[World, asyncio.Task[str], asyncio.Task[str]]:
+    """Of one slot, `chat` has it until its request is ended, and a request for `sql` is held."""
+    world = await serving_two(slots=1)
     running = world.start("chat", LONG_S, "running")
     while not world.engine.is_running("running"):
         await asyncio.sleep(0.001)
     held = world.start("sql", 0, "held")
     await world.settled()
     assert world.engine.is_held("held")
-    return running, held
+    return world, running, held
 
 
 async def ended(running: asyncio.Task[str]) -> None:
@@ -42,8 +49,7 @@ async def ended(running: asyncio.Task[str]) -> None:
 async def test_what_is_held_is_refused_when_the_time_is_up(
     block: bool, timeout_s: float, kind: type[LoRAPluginsError], code: str
 ) -> None:
-    world = World(slots=1)
-    running, held = await one_runs_and_one_is_held(world)
+    world, running, held = await one_runs_and_one_is_held()
     assert await world.lifecycle.unload("sql", block=block, timeout_s=timeout_s), "free, though another runs on"
     assert not running.done()
     with pytest.raises(kind) as caught:
@@ -58,10 +64,7 @@ async def test_what_is_held_is_refused_when_the_time_is_up(
 
 @runs
 async def test_what_is_held_is_served_before_an_unload_ends() -> None:
-    world = World(places=1)
-    world.resolver.has |= {"sql": Version("aa"), "chat": Version("bb")}
-    for name in ("sql", "chat"):
-        await world.lifecycle.load(name)
+    world = await serving_two(places=1)
     world.worker.delay_s = LONG_S / 2
     held = world.start("sql", 0, "held")
     while world.in_workers != {"aa"}:
@@ -76,8 +79,7 @@ async def test_what_is_held_is_served_before_an_unload_ends() -> None:
 @runs
 async def test_a_late_request_for_an_unloaded_adapter_leaves_nothing(block: bool) -> None:
     """It has read the table before."""
-    world = World()
-    world.resolver.has["sql"] = Version("aa")
+    world = World({"sql": "aa"})
     served = await world.load("sql")
     await world.lifecycle.unload("sql", block=block, timeout_s=LONG_S)
     with pytest.raises(AdapterNotFound) if block else nullcontext():
@@ -91,8 +93,7 @@ async def test_a_late_request_for_an_unloaded_adapter_leaves_nothing(block: bool
 @runs
 async def test_a_takedown_reaches_what_drains() -> None:
     """vLLM's own unload has taken the name away, and ends nothing."""
-    world = World(slots=1)
-    _, held = await one_runs_and_one_is_held(world)
+    world, _, held = await one_runs_and_one_is_held()
     for name in ("sql", "chat"):
         await world.lifecycle.remove(name)
         assert [adapter.name for adapter in world.lifecycle.registry.draining.values()][-1] == name
@@ -104,8 +105,7 @@ async def test_a_takedown_reaches_what_drains() -> None:
 
 @runs
 async def test_a_swap_refuses_nobody() -> None:
-    world = World(slots=1)
-    running, held = await one_runs_and_one_is_held(world)
+    world, running, held = await one_runs_and_one_is_held()
     world.resolver.has["sql"] = Version("cc")
     assert (await world.lifecycle.refresh("sql")).is_swap
     assert not held.done()
@@ -115,8 +115,7 @@ async def test_a_swap_refuses_nobody() -> None:
 
 @runs
 async def test_a_held_request_whose_client_leaves_is_forgotten() -> None:
-    world = World(slots=1)
-    running, held = await one_runs_and_one_is_held(world)
+    world, running, held = await one_runs_and_one_is_held()
     await ended(held)
     assert held_count(world.engine.planner) == 0
     assert await world.lifecycle.unload("sql", block=False, timeout_s=LONG_S)
@@ -127,10 +126,7 @@ async def test_a_held_request_whose_client_leaves_is_forgotten() -> None:
 @runs
 async def test_after_the_deadline_only_admitted_requests_are_ended() -> None:
     """Those of another adapter, and of the same name's next version, go on."""
-    world = World(slots=2)
-    world.resolver.has |= {"sql": Version("aa"), "chat": Version("bb")}
-    await world.lifecycle.load("sql")
-    await world.lifecycle.load("chat")
+    world = await serving_two(slots=2)
     old, other = world.start("sql", LONG_S, "old"), world.start("chat", LONG_S, "other")
     await world.settled()
     unloading = asyncio.create_task(world.lifecycle.unload("sql", block=False, timeout_s=1))

@@ -28,10 +28,8 @@ from tests.virtual_time import let_threads_take, runs
 
 @runs
 async def test_pins_at_once_leave_a_slot_for_all_others() -> None:
-    world = World(slots=2)
-    world.resolver.has |= {name: Version(name) for name in ("sql", "chat", "other")}
-    for name in world.resolver.has:
-        await world.lifecycle.load(name)
+    world = World({name: name for name in ("sql", "chat", "other")}, slots=2)
+    await asyncio.gather(*map(world.lifecycle.load, world.resolver.has))
     outcomes = await asyncio.gather(*(world.lifecycle.pin(name) for name in ("sql", "chat")), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes if isinstance(outcome, Exception)] == [NoFreeSlot]
     assert len(world.engine.pinned) == 1
@@ -54,32 +52,10 @@ async def test_pins_are_restored_as_far_as_slots_allow(tmp_path: Path) -> None:
 
 
 @runs
-async def test_another_uri_ends_the_effect_of_a_rollback() -> None:
-    world = World()
-    served = await serving(world, "aa", "bb")
-    await world.lifecycle.roll_back("sql")
-    assert served.held_digest == "aa"
-    world.resolver.has["s3://b/x"] = Version("cc")
-    await world.lifecycle.load("sql", "s3://b/x")
-    assert (served.held_digest, await world.ask("sql")) == (None, "/store/cc")
-
-
-@runs
-async def test_a_name_is_blocked_before_its_unload_has_the_lock() -> None:
-    world = World()
-    async with world.server.lock("sql"):
-        unload = asyncio.create_task(world.lifecycle.unload("sql", block=True, timeout_s=1))
-        await asyncio.sleep(0.01)
-        assert "sql" in world.lifecycle.registry.blocked, "a request that comes now would have it resolved after it"
-    assert await unload
-    assert "sql" in world.lifecycle.registry.blocked
-
-
-@runs
 async def test_a_block_waits_for_no_look_up_of_the_name() -> None:
     world = World()
     digest = "aa" * 32
-    await serving(world, digest)
+    await world.serve(digest)
     await world.lifecycle.load_version(f"sql@{digest}")
     asked = asyncio.get_running_loop().time()
     async with world.server.lock("sql"), world.server.lock(f"sql@{digest}"):  # the poller's, while its source is slow
@@ -90,15 +66,12 @@ async def test_a_block_waits_for_no_look_up_of_the_name() -> None:
                 await world.ask(name)
         assert Blocks(world.resolver.store.layout).names() == {"sql"}
     await world.settled()
-    assert world.in_workers == set()
-    assert world.resolver.leased == set()
-    assert world.lifecycle.registry.all() == []
+    world.assert_empty()
 
 
 @runs
 async def test_a_block_is_answered_while_requests_run() -> None:
-    world = World(drain_timeout_s=1)
-    await serving(world, "aa")
+    world, _ = await serving("aa", drain_timeout_s=1)
     running, asked = world.start("sql", 30, "r1"), asyncio.get_running_loop().time()
     await asyncio.sleep(0.02)
     assert not await world.lifecycle.unload("sql", block=True)
@@ -109,8 +82,7 @@ async def test_a_block_is_answered_while_requests_run() -> None:
 
 @runs
 async def test_a_name_blocked_during_its_load_stays_blocked() -> None:
-    world = World()
-    world.resolver.has["sql"] = Version("aa")
+    world = World({"sql": "aa"})
     load = asyncio.create_task(world.lifecycle.load("sql"))
     await asyncio.sleep(0)
     assert await world.lifecycle.unload("sql", block=True, timeout_s=1)
@@ -124,8 +96,7 @@ async def test_a_name_blocked_during_its_load_stays_blocked() -> None:
 @pytest.mark.parametrize("comes", ["a poll", "a block of another name"])
 async def test_nothing_undoes_a_load_that_ends_a_block(comes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the load and the end of its block, the name is served and blocked."""
-    world = World()
-    await serving(world, "aa")
+    world, _ = await serving("aa")
     await world.lifecycle.unload("sql", block=True, timeout_s=1)
     to_thread, disk = asyncio.to_thread, asyncio.Event()
 
@@ -155,9 +126,8 @@ class Unload:
     def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-        process = Process(Settings())
+        monkeypatch.setattr(process_module, "_process", process := Process(Settings()))
         process.is_manager_patched = True
-        monkeypatch.setattr(process_module, "_process", process)
         openai_serving_models.patch()
         self._models = OpenAIServingModels.__new__(OpenAIServingModels)
         self._models.engine_client = SimpleNamespace(vllm_config=SimpleNamespace(lora_config="there"))
@@ -173,7 +143,7 @@ class Unload:
 async def test_unloading_frees_a_concurrent_load_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World()
     unload = Unload(world, monkeypatch)
-    await serving(world, "aa")
+    await world.serve("aa")
     async with world.server.lock("sql"):
         task = unload("sql")
         await asyncio.sleep(0.01)
@@ -181,7 +151,7 @@ async def test_unloading_frees_a_concurrent_load_in_place(monkeypatch: pytest.Mo
         await world.lifecycle.load_by_path("sql", "/by/hand")
     assert "removed successfully" in await task
     await world.settled()
-    assert (world.in_workers, world.resolver.leased, world.lifecycle.registry.draining) == (set(), set(), {})
+    world.assert_empty()
 
 
 @runs
@@ -199,7 +169,7 @@ async def test_unloading_frees_a_concurrently_resolved_adapter(monkeypatch: pyte
         world.table.lora_requests["sql"] = request
     assert "removed successfully" in await task
     await world.settled()
-    assert (world.in_workers, world.resolver.leased) == (set(), set())
+    world.assert_empty()
 
 
 @runs
@@ -215,15 +185,18 @@ async def test_unloading_what_is_not_there_stays_vllms_answer(monkeypatch: pytes
 
 
 @runs
-@pytest.mark.parametrize("fault", ["an outage", "a client that leaves"])
+@pytest.mark.parametrize("fault", ["an outage", "no source", "a client that leaves"])
 async def test_a_refresh_that_fails_leaves_a_version_fixed(fault: str) -> None:
     """Else the poller undid the rollback, and a fetch in need of room took the only copy of a pushed version."""
-    world = World()
-    served = await serving(world, "aa", "bb")
+    world, served = await serving("aa", "bb")
     await world.lifecycle.roll_back("sql")
     if fault == "an outage":
         world.resolver.has["sql"] = SourceUnavailable("no answer")
         with pytest.raises(SourceUnavailable):
+            await world.lifecycle.refresh("sql")
+    elif fault == "no source":
+        del world.resolver.has["sql"]
+        with pytest.raises(AdapterNotFound, match="at its source any more"):
             await world.lifecycle.refresh("sql")
     else:
         world.resolver.hung.add("sql")
@@ -232,14 +205,13 @@ async def test_a_refresh_that_fails_leaves_a_version_fixed(fault: str) -> None:
         assert served.held_digest == "aa", "what the list for the next start says meanwhile"
         refresh.cancel()
         await asyncio.wait([refresh])
-    assert served.held_digest == "aa"
+    assert (served.held_digest, await world.ask("sql")) == ("aa", "/store/aa")
 
 
 @runs
 async def test_loads_that_end_one_block_leave_one_another() -> None:
     """All have seen the block, which the first ended."""
-    world = World()
-    served = await serving(world, "aa")
+    world, served = await serving("aa")
     await world.lifecycle.unload("sql", block=True, timeout_s=1)
     changes = await asyncio.gather(*(world.lifecycle.load("sql") for _ in range(3)))
     assert [change.reason for change in changes] == [ChangeReason.LOADED, *[ChangeReason.UNCHANGED] * 2]
@@ -248,8 +220,7 @@ async def test_loads_that_end_one_block_leave_one_another() -> None:
 
 @runs
 async def test_a_load_that_its_client_leaves_is_written_down() -> None:
-    world = World()
-    await serving(world, "aa")
+    world, _ = await serving("aa")
     await world.lifecycle.unload("sql", block=True, timeout_s=1)
     let_threads_take(0.05)
     written = world.written
@@ -262,25 +233,15 @@ async def test_a_load_that_its_client_leaves_is_written_down() -> None:
     assert await world.ask("sql") == "/store/aa"
 
 
+@pytest.mark.parametrize("change", ["pin", "unpin"])
 @runs
-async def test_a_client_that_leaves_an_unpin_unpins() -> None:
-    world = World()
-    served = await serving(world, "aa")
-    await world.lifecycle.pin("sql")
-    unpin = asyncio.create_task(world.lifecycle.unpin("sql"))
-    await asyncio.sleep(0)
-    unpin.cancel()
-    await world.settled()
-    assert (served.is_pinned, world.engine.pinned) == (False, set())
-
-
-@runs
-async def test_a_client_that_leaves_a_pin_pins_nothing() -> None:
-    world = World(slots=2)
-    served = await serving(world, "aa", "bb")  # not in a slot yet
-    pin = asyncio.create_task(world.lifecycle.pin("sql"))
-    await asyncio.sleep(0.001)
-    pin.cancel()
+async def test_a_client_that_leaves_a_pin_or_unpin_pins_nothing(change: str) -> None:
+    world, served = await serving("aa", "bb", slots=2)  # not in a slot yet
+    if change == "unpin":
+        await world.lifecycle.pin("sql")
+    changing = asyncio.create_task(getattr(world.lifecycle, change)("sql"))
+    await asyncio.sleep(0.001 if change == "pin" else 0)
+    changing.cancel()
     await world.settled()
     assert (served.is_pinned, world.engine.pinned) == (False, set())
 
@@ -288,8 +249,7 @@ async def test_a_client_that_leaves_a_pin_pins_nothing() -> None:
 @runs
 async def test_a_load_behind_a_block_of_the_same_moment_holds() -> None:
     """The load saw the block, and took the lock before the unload of the block, which then undid the load."""
-    world = World()
-    await serving(world, "aa")
+    world, _ = await serving("aa")
     block = asyncio.create_task(world.lifecycle.unload("sql", block=True, timeout_s=1))
     load = asyncio.create_task(world.lifecycle.load("sql"))
     await asyncio.gather(block, load)

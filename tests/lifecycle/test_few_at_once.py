@@ -16,12 +16,7 @@ class Work:
         self.ended: list[str] = []
         self.idle = 0
         self.go = asyncio.Event()
-        self.few = FewAtOnce(
-            self.work,
-            lambda item: item[0],
-            limit=2,
-            on_idle=self.on_idle,
-        )
+        self.few = FewAtOnce(self.work, lambda item: item[0], limit=2, on_idle=self.on_idle)
 
     async def work(self, item: str) -> None:
         self.begun.append(item)

@@ -15,15 +15,17 @@ import pytest
 
 from lora_plugins.errors import NoFreeSlot, OutOfMemory
 from tests.lifecycle.simulated_engine import SimulatedEngine, ask_all
-from tests.lifecycle.world import Version, World, serving
+from tests.lifecycle.world import Version, World
 from tests.virtual_time import runs
 
 
-def two_engines(**options: Any) -> tuple[World, SimulatedEngine]:
-    """A server, and the second of its engines."""
+async def two_engines(**options: Any) -> tuple[World, SimulatedEngine, Any]:
+    """A server of `sql`, its second engine, and the name's request, before another version is at the source."""
     world, second = World(**options), SimulatedEngine(**options)
     world.planner._ask = ask_all([world.engine, second])
-    return world, second
+    served = await world.serve("aa")
+    world.resolver.has["sql"] = Version("bb")
+    return world, second, served.request
 
 
 async def begun(engine: SimulatedEngine, request: Any) -> asyncio.Task[str]:
@@ -45,10 +47,8 @@ def in_workers(engine: SimulatedEngine) -> set[str]:
 
 @runs
 async def test_what_runs_moves_in_every_engine() -> None:
-    world, second = two_engines(slots=1)
-    old = (await serving(world, "aa")).request
+    world, second, old = await two_engines(slots=1)
     running = [await begun(engine, old) for engine in (world.engine, second)]
-    world.resolver.has["sql"] = Version("bb")
     await world.lifecycle.refresh("sql", moves=True)
     for engine in (world.engine, second):
         assert await answers([engine], world.table.lora_requests["sql"]) == {"/store/bb"}, "one slot for both"
@@ -61,11 +61,9 @@ async def test_what_runs_moves_in_every_engine() -> None:
 
 @runs
 async def test_an_engine_that_cannot_load_leaves_all_as_they_were() -> None:
-    world, second = two_engines()
-    old = (await serving(world, "aa")).request
+    world, second, old = await two_engines()
     running = await begun(world.engine, old)
     second.worker.broken, second.worker.broken_paths = OutOfMemory("no room"), {"/store/bb"}
-    world.resolver.has["sql"] = Version("bb")
     with pytest.raises(OutOfMemory):
         await world.lifecycle.refresh("sql", moves=True)
     await world.settled()
@@ -80,10 +78,8 @@ async def test_an_engine_that_cannot_load_leaves_all_as_they_were() -> None:
 @runs
 async def test_a_caller_who_leaves_leaves_one_version(after_s: float, pins: bool) -> None:
     """The table, the engines, the lease and the pin agree, however far the change had come."""
-    world, second = two_engines(delay_s=0.05)
-    old = (await serving(world, "aa")).request
+    world, second, old = await two_engines(delay_s=0.05)
     running = await begun(second, old)
-    world.resolver.has["sql"] = Version("bb")
     pushing = world.lifecycle.take("sql", SimpleNamespace(name="sql"), moves=True, pins=pins)  # type: ignore[arg-type]
     change = asyncio.create_task(pushing)
     await asyncio.sleep(after_s)
@@ -102,9 +98,7 @@ async def test_a_caller_who_leaves_leaves_one_version(after_s: float, pins: bool
 
 @runs
 async def test_who_leaves_during_the_move_has_changed_the_version() -> None:
-    world, second = two_engines()
-    old = (await serving(world, "aa")).request
-    world.resolver.has["sql"] = Version("bb")
+    world, second, old = await two_engines()
     change, written = asyncio.create_task(world.lifecycle.refresh("sql", moves=True)), world.written
     while not world.engine.asked["lora_plugins_move"]:
         await asyncio.sleep(0.0001)
@@ -118,11 +112,9 @@ async def test_who_leaves_during_the_move_has_changed_the_version() -> None:
 
 @runs
 async def test_a_rollback_in_flight_takes_the_pin_back() -> None:
-    world, second = two_engines(slots=2)
-    await serving(world, "aa")
+    world, second, _ = await two_engines(slots=2)
     await world.lifecycle.pin("sql")
     running = await begun(second, world.table.lora_requests["sql"])
-    world.resolver.has["sql"] = Version("bb")
     for digest in ("bb", "aa"):
         change = world.lifecycle.refresh if digest == "bb" else world.lifecycle.roll_back
         await change("sql", moves=True)
@@ -137,10 +129,8 @@ async def test_a_rollback_in_flight_takes_the_pin_back() -> None:
 @runs
 async def test_a_pinned_version_needs_room_beside_it() -> None:
     """As in every swap; the documentation says so."""
-    world, second = two_engines(max_bytes=15)
-    await serving(world, "aa")
+    world, second, _ = await two_engines(max_bytes=15)
     await world.lifecycle.pin("sql")
-    world.resolver.has["sql"] = Version("bb")
     with pytest.raises(NoFreeSlot):
         await world.lifecycle.refresh("sql", moves=True)
     served = world.lifecycle.registry.require("sql")

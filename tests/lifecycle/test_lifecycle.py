@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +24,7 @@ from lora_plugins.lifecycle.registry import ANY_VERSION
 from lora_plugins.lifecycle.swapping import ChangeReason, VersionChange
 from lora_plugins.store.blocked_names import Blocks
 from tests.lifecycle.world import Request, Version, World, serving
+from tests.repetitions import times
 from tests.virtual_time import runs
 
 # --- load ---
@@ -33,42 +32,40 @@ from tests.virtual_time import runs
 
 @runs
 async def test_a_loaded_name_is_served_from_its_source() -> None:
-    world = World()
-    world.resolver.has["sql"] = Version("aa")
+    world = World({"sql": "aa"})
     assert await world.lifecycle.load("sql") == VersionChange(None, "aa", ChangeReason.LOADED)
     served = world.lifecycle.registry.require("sql")
     assert (served.name, served.version, served.uri) == ("sql", Version("aa"), None)
     assert await world.ask("sql") == "/store/aa"
     assert await world.lifecycle.load("sql") == VersionChange("aa", "aa", ChangeReason.UNCHANGED)
     assert world.resolver.asked == ["sql"], "asked once"
-    assert world.worker.loads.total() == 1
+    assert (world.worker.loads.total(), world.worker.uris) == (1, {"/store/aa": None})
 
 
 @runs
 async def test_from_a_uri_and_from_another_one() -> None:
-    world = World()
-    world.resolver.has |= {"s3://b/1": Version("aa"), "s3://b/2": Version("bb")}
+    world = World({"s3://b/1": "aa", "s3://b/2": "bb"})
     served = await world.load("sql", "s3://b/1")
     assert served.uri == "s3://b/1"
     await world.lifecycle.load("sql", "s3://b/1")
     assert world.resolver.asked == ["s3://b/1"]
     assert await world.lifecycle.load("sql", "s3://b/2") == VersionChange("aa", "bb", ChangeReason.SWAPPED)
     assert (world.lifecycle.registry.get("sql"), served.uri) == (served, "s3://b/2")
+    assert world.worker.uris == {"/store/aa": "s3://b/1", "/store/bb": "s3://b/2"}
     assert await world.ask("sql") == "/store/bb"
 
 
-@pytest.mark.parametrize("at", ["source", "worker", "uri"])
+@pytest.mark.parametrize("at", ["source", "worker", "uri", "no source"])
 @runs
 async def test_a_load_that_fails_leaves_nothing_behind(at: str) -> None:
     world = World(broken=IncompatibleAdapter("rank 99") if at == "worker" else None)
     world.resolver.has["sql"] = SourceUnavailable("down") if at == "source" else Version("aa")
-    with pytest.raises(LoRAPluginsError):
+    if at == "no source":
+        world.resolver.has.clear()
+    with pytest.raises(LoRAPluginsError, match="at any source" if at == "no source" else ""):
         await world.lifecycle.load("sql", "s3://b/none" if at == "uri" else None)
     await world.settled()
-    assert world.table.lora_requests == {}
-    assert world.lifecycle.registry.all() == []
-    assert world.resolver.leased == set()
-    assert world.in_workers == set()
+    world.assert_empty()
     assert world.written == 0
 
 
@@ -84,8 +81,7 @@ async def test_a_name_that_nobody_can_have_is_refused(name: str) -> None:
 @runs
 async def test_a_load_waits_for_one_begun_by_a_request() -> None:
     """The answer said that the name was served, and then the engines refused what the request had found."""
-    world = World(delay_s=1.0)
-    world.resolver.has["sql"] = Version("aa")
+    world = World({"sql": "aa"}, delay_s=1.0)
     world.worker.broken = IncompatibleAdapter("rank 99")
     await world.lifecycle.resolve("sql")
     with pytest.raises(IncompatibleAdapter):
@@ -100,8 +96,7 @@ async def test_a_load_waits_for_one_begun_by_a_request() -> None:
 
 @runs
 async def test_an_unload_waits_for_no_load_begun_by_a_request() -> None:
-    world = World(delay_s=1_000.0)
-    world.resolver.has["sql"] = Version("aa")
+    world = World({"sql": "aa"}, delay_s=1_000.0)
     await world.lifecycle.resolve("sql")
     asked = asyncio.create_task(world.lifecycle.load("sql"))
     await asyncio.sleep(1)
@@ -115,8 +110,7 @@ async def test_an_unload_waits_for_no_load_begun_by_a_request() -> None:
 
 @runs
 async def test_loads_at_once_are_one() -> None:
-    world = World(delay_s=0.02)
-    world.resolver.has["sql"] = Version("aa")
+    world = World({"sql": "aa"}, delay_s=0.02)
     changes = await asyncio.gather(*(world.lifecycle.load("sql") for _ in range(20)))
     assert sum(change.reason is ChangeReason.LOADED for change in changes) == 1
     assert world.worker.loads.total() == 1
@@ -124,17 +118,14 @@ async def test_loads_at_once_are_one() -> None:
 
 @runs
 async def test_a_load_whose_caller_goes_away_leaves_nothing_behind() -> None:
-    world = World(delay_s=5)
-    world.resolver.has["sql"] = Version("aa")
+    world = World({"sql": "aa"}, delay_s=5)
     task = asyncio.create_task(world.lifecycle.load("sql"))
     await asyncio.sleep(0.05)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert world.table.lora_requests == {}
-    assert world.resolver.leased == set()
+    assert (world.table.lora_requests, world.resolver.leased) == ({}, set())
     await asyncio.sleep(6)  # what a thread has begun to load comes to its end
-    assert world.in_workers == set()
-    assert world.engine.planner.state.adapters == {}
+    world.assert_empty()
 
 
 @runs
@@ -142,34 +133,25 @@ async def test_what_was_resolved_for_a_client_who_left_is_released() -> None:
     """It is in no registry, so that nothing else would end its lease."""
     world = World()
     world.resolver.needed.add(("sql", "aa"))
-    world.resolver.on_abandoned(AdapterOf("sql", "aa"))
+    world.resolver.on_abandoned(found_for_nobody("aa"))
     await world.settled()
     assert world.resolver.leased == set()
 
 
 @runs
 async def test_what_is_served_meanwhile_stays_leased() -> None:
-    world = World(delay_s=5)
-    world.resolver.has["sql"] = Version("aa")
+    world = World({"sql": "aa"}, delay_s=5)
     loading = asyncio.create_task(world.lifecycle.load("sql"))
     await asyncio.sleep(0.05)
-    world.resolver.on_abandoned(AdapterOf("sql", "aa"))  # before the name is registered
+    world.resolver.on_abandoned(found_for_nobody("aa"))  # before the name is registered
     await loading
     await world.settled()
     assert world.resolver.leased == {"aa"}
 
 
-@dataclass(frozen=True)
-class AdapterOf:
-    """A resolved version that knows its name."""
-
-    name: str
-    digest: str
-    parts = MappingProxyType[str, str]({})
-
-    @property
-    def path(self) -> Path:
-        return Version(self.digest).path
+def found_for_nobody(digest: str) -> Any:
+    """A version of `sql` that was resolved for a client who has left."""
+    return SimpleNamespace(name="sql", digest=digest, parts={}, path=Version(digest).path)
 
 
 # --- unload ---
@@ -177,8 +159,7 @@ class AdapterOf:
 
 @runs
 async def test_unload_waits_for_what_runs_and_frees_everything() -> None:
-    world = World()
-    world.resolver.has["sql"] = Version("aa")
+    world = World({"sql": "aa"})
     await world.lifecycle.load("sql")
     running = world.start("sql", 0.15)
     await asyncio.sleep(0.02)
@@ -189,9 +170,7 @@ async def test_unload_waits_for_what_runs_and_frees_everything() -> None:
     assert not unloading.done()
     assert await unloading
     assert await running == "/store/aa"
-    assert world.in_workers == set()
-    assert world.resolver.leased == set()
-    assert world.lifecycle.registry.draining == {}
+    world.assert_empty()
     (told,) = [event for event in world.told if isinstance(event, AdapterUnloaded)]
     assert (told.name, told.aborted) == ("sql", 0)
     assert told.drain_s >= 0.05
@@ -208,8 +187,7 @@ async def test_unloading_what_is_not_there_says_so() -> None:
 
 @runs
 async def test_only_a_successful_load_unblocks_a_name() -> None:
-    world = World()
-    world.resolver.has["sql"] = Version("aa")
+    world = World({"sql": "aa"})
     await world.lifecycle.load("sql")
     await world.lifecycle.unload("sql", block=True, timeout_s=1)
     world.resolver.has["sql"] = SourceUnavailable("down")
@@ -227,9 +205,8 @@ REVISIONS = ("sql@main", f"sql@{DIGEST}", f"sql@{DIGEST[:8]}")
 
 @runs
 async def test_a_block_takes_every_revision_down() -> None:
-    world = World()
-    world.resolver.has |= {"sql@main": Version("cd" * 32), "other": Version("ef" * 32)}
-    await serving(world, DIGEST)
+    world = World({"sql@main": "cd" * 32, "other": "ef" * 32})
+    await world.serve(DIGEST)
     await world.lifecycle.load("other")
     await world.lifecycle.load("sql@main")
     for name in REVISIONS[1:]:
@@ -244,14 +221,16 @@ async def test_a_block_takes_every_revision_down() -> None:
 async def test_no_way_but_its_own_load_serves_it(name: str) -> None:
     world = World()
     world.resolver.has |= dict.fromkeys(("sql", "sql@main"), Version(DIGEST))
-    await serving(world, DIGEST)
+    await world.serve(DIGEST)
     await world.lifecycle.unload("sql", block=True, timeout_s=1)
     asked = list(world.resolver.asked)
-    ways: list[Callable[[str], Awaitable[object]]]
-    ways = [world.lifecycle.prefetch, world.lifecycle.pin, world.lifecycle.refresh, world.lifecycle.roll_back]
-    ways.append(functools.partial(world.lifecycle.declare, uri=None))
-    if name != "sql":
-        ways.append(world.lifecycle.load)
+    ways: list[Any] = [
+        world.lifecycle.prefetch,
+        world.lifecycle.pin,
+        world.lifecycle.refresh,
+        world.lifecycle.roll_back,
+    ]
+    ways += [functools.partial(world.lifecycle.declare, uri=None), *[world.lifecycle.load] * (name != "sql")]
     for way in ways:
         with pytest.raises(AdapterNotFound, match=r"blocked.*load 'sql' again"):
             await way(name)
@@ -265,7 +244,7 @@ async def test_a_block_holds_on_every_server_of_the_store() -> None:
     one, other = World(), World()
     other.resolver.store.blocks = Blocks(one.resolver.store.layout)
     other.lifecycle.registry.blocked = other.resolver.store.blocks
-    await serving(other, DIGEST)
+    await other.serve(DIGEST)
     await one.lifecycle.unload("sql", block=True)
     with pytest.raises(AdapterNotFound, match="blocked"):
         other.lifecycle.registry.blocked.refuse(f"sql@{DIGEST}")
@@ -279,8 +258,7 @@ async def test_a_block_holds_on_every_server_of_the_store() -> None:
 
 @runs
 async def test_a_block_that_cannot_be_written_says_so() -> None:
-    world = World()
-    await serving(world, DIGEST)
+    world, _ = await serving(DIGEST)
     root = world.resolver.store.layout.root
     root.rename(root.with_name(f"{root.name}-away"))
     with pytest.raises(SourceUnavailable, match="store that answers"):
@@ -293,8 +271,7 @@ async def test_a_block_that_cannot_be_written_says_so() -> None:
 @runs
 async def test_a_drain_ends_no_lease_of_a_load_under_way() -> None:
     for late in range(60):  # half a millisecond each, around the end of what runs
-        world = World()
-        world.resolver.has["sql"] = Version("aa")
+        world = World({"sql": "aa"})
         await world.lifecycle.load("sql")
         running = world.start("sql", 0.1)
         await asyncio.sleep(0.02)
@@ -308,8 +285,7 @@ async def test_a_drain_ends_no_lease_of_a_load_under_way() -> None:
 
 @runs
 async def test_a_version_of_two_names_is_leased_for_both() -> None:
-    world = World()
-    world.resolver.has |= {"sql": Version("aa"), "also": Version("aa")}
+    world = World({"sql": "aa", "also": "aa"})
     await world.lifecycle.load("sql")
     await world.lifecycle.load("also")
     await world.lifecycle.unload("sql", block=False, timeout_s=1)
@@ -323,8 +299,7 @@ async def test_a_version_of_two_names_is_leased_for_both() -> None:
 
 @runs
 async def test_running_requests_keep_their_version_through_a_swap() -> None:
-    world = World()
-    served = await serving(world, "aa")
+    world, served = await serving("aa")
     running = world.start("sql", 0.15)
     await asyncio.sleep(0.02)
     world.resolver.has["sql"] = Version("bb", version="2")
@@ -344,8 +319,7 @@ async def test_running_requests_keep_their_version_through_a_swap() -> None:
 
 @runs
 async def test_nothing_new_is_no_swap() -> None:
-    world = World()
-    served = await serving(world, "aa")
+    world, served = await serving("aa")
     world.resolver.has["sql"] = Version("aa", version="touched")
     assert not (await world.lifecycle.refresh("sql")).is_swap
     assert served.version is not None
@@ -357,8 +331,7 @@ async def test_nothing_new_is_no_swap() -> None:
 @pytest.mark.parametrize("found", [IncompatibleAdapter("rank 99"), SourceUnavailable("down"), None])
 @runs
 async def test_an_update_that_cannot_be_served_leaves_the_old_one(found: LoRAPluginsError | None) -> None:
-    world = World()
-    served = await serving(world, "aa")
+    world, served = await serving("aa")
     if found is None:
         del world.resolver.has["sql"]
     else:
@@ -376,8 +349,7 @@ async def test_an_update_that_cannot_be_served_leaves_the_old_one(found: LoRAPlu
 
 @runs
 async def test_a_rollback_stays_until_the_next_refresh() -> None:
-    world = World()
-    served = await serving(world, "aa", "bb")
+    world, served = await serving("aa", "bb")
     await world.lifecycle.roll_back("sql")
     assert (served.held_digest, await world.ask("sql")) == ("aa", "/store/aa")
     assert [kept.digest for kept in served.previous] == ["bb"]
@@ -385,24 +357,20 @@ async def test_a_rollback_stays_until_the_next_refresh() -> None:
     assert await world.ask("sql") == "/store/aa", "the poller leaves it alone"
     assert (await world.lifecycle.refresh("sql")).is_swap
     assert (served.held_digest, await world.ask("sql")) == (None, "/store/bb")
-
-
-@runs
-async def test_a_refresh_without_any_source_leaves_the_version_fixed() -> None:
-    """A pushed version has no source, and only a fixed version keeps its lease where the store needs room."""
-    world = World()
-    served = await serving(world, "aa", "bb")
     await world.lifecycle.roll_back("sql")
-    world.resolver.has["sql"] = None
-    with pytest.raises(AdapterNotFound, match="at its source any more"):
-        await world.lifecycle.refresh("sql")
-    assert (served.held_digest, await world.ask("sql")) == ("aa", "/store/aa")
+    world.resolver.has["s3://b/x"] = Version("cc")
+    await world.lifecycle.load("sql", "s3://b/x")
+    assert (served.held_digest, await world.ask("sql")) == (None, "/store/cc"), "another URI ends a rollback too"
 
 
 @runs
 async def test_a_rollback_to_a_version_by_its_digest() -> None:
-    world = World()
-    served = await serving(world, "aa11", "bb22", "cc33")
+    world, served = await serving("aa11")
+    with pytest.raises(AdapterNotFound, match="no version before"):
+        await world.lifecycle.roll_back("sql")
+    for digest in ("bb22", "cc33"):
+        world.resolver.has["sql"] = Version(digest)
+        await world.lifecycle.refresh("sql")
     await world.lifecycle.roll_back("sql", "aa")
     assert served.held_digest == "aa11"
     elsewhere = "dd44" * 16
@@ -415,20 +383,11 @@ async def test_a_rollback_to_a_version_by_its_digest() -> None:
         await world.lifecycle.roll_back("sql", "ee44" * 16)
 
 
-@runs
-async def test_with_nothing_before_it_there_is_no_rollback() -> None:
-    world = World()
-    await serving(world, "aa")
-    with pytest.raises(AdapterNotFound, match="no version before"):
-        await world.lifecycle.roll_back("sql")
-
-
 @pytest.mark.parametrize("is_instant", [True, False])
 @runs
-async def test_two_hundred_swaps_under_load_leave_nothing(is_instant: bool) -> None:
-    world = World(delay_s=0.002, slots=2, is_instant=is_instant)
-    served = await serving(world, "v0")
-    stop = asyncio.Event()
+async def test_many_swaps_under_load_leave_nothing(is_instant: bool) -> None:
+    world, served = await serving("v0", delay_s=0.002, slots=2, is_instant=is_instant)
+    stop, count = asyncio.Event(), times(200, short=100)
     answers: list[str] = []
 
     async def traffic() -> None:
@@ -436,19 +395,19 @@ async def test_two_hundred_swaps_under_load_leave_nothing(is_instant: bool) -> N
             answers.append(await world.ask("sql", 0.004))
 
     tasks = [asyncio.create_task(traffic()) for _ in range(5)]
-    for number in range(1, 201):
+    for number in range(1, count + 1):
         world.resolver.has["sql"] = Version(f"v{number}")
         assert (await world.lifecycle.refresh("sql")).is_swap
     stop.set()
     await asyncio.gather(*tasks)
     await world.settled()
     order = [int(Path(answer).name[1:]) for answer in answers]
-    assert len(set(order)) > 50
+    assert len(set(order)) > count / 4
     assert max(max(order[:at]) - order[at] for at in range(1, len(order))) <= 5, "old ones end soon"
-    assert world.in_workers <= {"v200"}
-    assert world.resolver.leased == {"v198", "v199", "v200"}
+    assert world.in_workers <= {f"v{count}"}
+    assert world.resolver.leased == {f"v{number}" for number in range(count - 2, count + 1)}
     assert len(world.engine.planner.state.adapters) <= 1
-    assert served.request.lora_int_id == 201
+    assert served.request.lora_int_id == count + 1
 
 
 @runs
@@ -467,7 +426,7 @@ async def test_an_adapter_that_only_workers_have_is_not_refreshed() -> None:
 async def test_a_version_has_a_name_of_its_own() -> None:
     world = World()
     old, new, other = "aa" * 16, "bb" * 16, "cc" * 16
-    await serving(world, old, new)
+    await world.serve(old, new)
     world.resolver.versions[other] = Version(other)  # of another name
     pinned = await world.lifecycle.load_version(f"sql@{old[:8]}")
     assert pinned is not None
@@ -487,8 +446,7 @@ async def test_a_version_has_a_name_of_its_own() -> None:
 
 @runs
 async def test_pins_leave_one_slot_for_all_others() -> None:
-    world = World(slots=2)
-    world.resolver.has |= {name: Version(name) for name in ("aa", "bb")}
+    world = World({name: name for name in ("aa", "bb")}, slots=2)
     await world.lifecycle.load("aa")
     await world.lifecycle.load("bb")
     served = await world.lifecycle.pin("aa")
@@ -528,8 +486,7 @@ async def test_a_push_keeps_so_many_earlier_versions(kept_versions: int, moves: 
 @pytest.mark.parametrize("before", [None, "aa", "bb"])
 @runs
 async def test_a_push_that_cannot_be_pinned_serves_nothing(before: str | None, moves: bool) -> None:
-    world = World(slots=2)
-    world.resolver.has["chat"] = Version("cc")
+    world = World({"chat": "cc"}, slots=2)
     await world.load("chat")
     await world.lifecycle.pin("chat")
     if before is not None:
@@ -550,16 +507,15 @@ async def test_a_push_that_cannot_be_pinned_serves_nothing(before: str | None, m
 async def test_a_move_that_fails_leaves_no_pin() -> None:
     world = World()
     await push(world, "aa")
-    world.resolver.has["sql"] = world.worker.broken = IncompatibleAdapter("shape")
+    world.worker.broken = IncompatibleAdapter("shape")
     with pytest.raises(IncompatibleAdapter):
-        await world.lifecycle.take("sql", SimpleNamespace(name="sql"), moves=True, pins=True)  # type: ignore[arg-type]
+        await push(world, "bb", moves=True, pins=True)
     assert (world.lifecycle.registry.require("sql").is_pinned, world.engine.pinned) == (False, set())
 
 
 @runs
 async def test_prefetch_serves_and_loads_again() -> None:
-    world = World(places=1)
-    world.resolver.has |= {name: Version(name) for name in ("aa", "bb")}
+    world = World({name: name for name in ("aa", "bb")}, places=1)
     served = await world.lifecycle.prefetch("aa")
     await world.lifecycle.prefetch("aa")
     assert world.worker.loads["/store/aa"] == 1
@@ -572,8 +528,7 @@ async def test_prefetch_serves_and_loads_again() -> None:
 
 @runs
 async def test_a_prefetch_without_room_fails() -> None:
-    world = World(max_bytes=25)
-    world.resolver.has |= {name: Version(name) for name in ("aa", "bb")}
+    world = World({name: name for name in ("aa", "bb")}, max_bytes=25)
     await world.lifecycle.load("aa")
     await world.lifecycle.pin("aa")
     world.worker.size_bytes = 20
@@ -583,16 +538,6 @@ async def test_a_prefetch_without_room_fails() -> None:
     assert (world.in_workers, world.resolver.leased) == ({"aa"}, {"aa"})
 
 
-@runs
-async def test_workers_learn_the_uri_of_an_adapter() -> None:
-    world = World()
-    world.resolver.has |= {"aa": Version("aa"), "s3://b/1": Version("bb"), "s3://b/2": Version("cc")}
-    await world.lifecycle.load("aa")
-    await world.lifecycle.load("sql", "s3://b/1")
-    await world.lifecycle.load("sql", "s3://b/2")
-    assert world.worker.uris == {"/store/aa": None, "/store/bb": "s3://b/1", "/store/cc": "s3://b/2"}
-
-
 # --- the version that a caller expects ---
 
 
@@ -600,8 +545,7 @@ async def test_workers_learn_the_uri_of_an_adapter() -> None:
 @pytest.mark.parametrize("change", ["load", "refresh", "roll_back"])
 @runs
 async def test_another_version_than_expected_changes_nothing(change: str, expected: str) -> None:
-    world = World(slots=3)
-    await serving(world, "aa" * 32, "bb" * 32)
+    world, _ = await serving("aa" * 32, "bb" * 32, slots=3)
     world.resolver.has |= {"sql": Version("cc" * 32), "s3://b/x": Version("dd" * 32)}
     call = {
         "load": lambda expects: world.lifecycle.load("sql", "s3://b/x", expects=expects),
@@ -618,8 +562,7 @@ async def test_another_version_than_expected_changes_nothing(change: str, expect
 
 @runs
 async def test_version_of_a_name_that_is_not_served_is_none() -> None:
-    world = World()
-    world.resolver.has["sql"] = Version("aa")
+    world = World({"sql": "aa"})
     for expects in ("aa", ANY_VERSION):
         with pytest.raises(VersionMismatch, match="no version"):
             await world.lifecycle.load("sql", expects=expects)

@@ -16,7 +16,7 @@ from lora_plugins.lifecycle.reconciler import Reconciler
 from lora_plugins.lifecycle.registry import DesiredAdapter
 from lora_plugins.lifecycle.served_file import ServedFile, lately_served
 from lora_plugins.settings import Settings
-from tests.lifecycle.world import Version, World
+from tests.lifecycle.world import World
 from tests.virtual_time import runs
 
 DAY_S = 86_400
@@ -26,10 +26,10 @@ def of(root: Path, replica: str) -> ServedFile:
     return ServedFile.of_store(root, "org/base", replica)
 
 
-def wrote(root: Path, replica: str, *names: str, ended_s: float = 0) -> None:
+def wrote(root: Path, replica: str, *names: str | DesiredAdapter, ended_s: float = 0) -> None:
     """A replica serves these, or ended so long ago."""
     file = of(root, replica)
-    file.write(map(astuple, [DesiredAdapter(name) for name in names]))
+    file.write(map(astuple, [it if isinstance(it, DesiredAdapter) else DesiredAdapter(it) for it in names]))
     os.utime(file.path, (time.time() - ended_s,) * 2)
 
 
@@ -56,9 +56,7 @@ def test_new_names_have_the_names_of_all(tmp_path: Path) -> None:
 def test_the_replica_touched_last_decides_about_a_name(tmp_path: Path) -> None:
     """A pod that was killed seconds ago still seems to live; the pods before it are known to have ended."""
     for replica, digest, ended_s in (("pod-1", "11" * 32, 60), ("pod-2", "22" * 32, 5), ("pod-3", "33" * 32, 90)):
-        file = of(tmp_path, replica)
-        file.write(map(astuple, [DesiredAdapter("sql", held_digest=digest)]))
-        os.utime(file.path, (time.time() - ended_s,) * 2)
+        wrote(tmp_path, replica, DesiredAdapter("sql", held_digest=digest), ended_s=ended_s)
     assert of(tmp_path, "pod-4").read() == [DesiredAdapter("sql", held_digest="22" * 32)]
 
 
@@ -78,8 +76,7 @@ def test_a_name_that_one_replica_has_unloaded_stays_with_others(tmp_path: Path) 
 async def test_a_list_hides_no_other_at_the_start(tmp_path: Path, names: int) -> None:
     wrote(tmp_path, "pod-1", *(f"chat-{number}" for number in range(names)), ended_s=60)
     wrote(tmp_path, "pod-2", "sql", ended_s=30)
-    world = World()
-    world.resolver.has["sql"] = Version("sql")
+    world = World({"sql": "sql"})
     await Reconciler(world.lifecycle, Settings(restore="1"), of(tmp_path, "pod-3"), Events()).start()
     assert world.lifecycle.registry.serves("sql")
 
@@ -102,22 +99,17 @@ def test_a_replica_comes_back_to_its_list(tmp_path: Path) -> None:
     assert back.read() == [DesiredAdapter("chat")]
 
 
-@pytest.mark.parametrize(("lives", "expected"), [(True, ["alive"]), (False, ["stale"])])
-def test_what_ended_long_ago_counts_where_nobody_lives(tmp_path: Path, lives: bool, expected: list[str]) -> None:
+@pytest.mark.parametrize("lives", [True, False])
+def test_what_ended_counts_less_than_what_lives(tmp_path: Path, lives: bool) -> None:
+    """Where a replica lives, what ended long ago does not count, and no ended list where living ones are preferred."""
     wrote(tmp_path, "weekend", "stale", ended_s=2 * DAY_S)
     if lives:
         wrote(tmp_path, "alive", "alive")
-    assert restored(tmp_path, "new") == expected
-
-
-@pytest.mark.parametrize(("lives", "expected"), [(True, ["alive"]), (False, ["ended"])])
-def test_a_living_list_is_preferred_where_asked_for(tmp_path: Path, lives: bool, expected: list[str]) -> None:
+    assert restored(tmp_path, "new") == (["alive"] if lives else ["stale"])
     wrote(tmp_path, "pod-ended", "ended", ended_s=60)
-    if lives:
-        wrote(tmp_path, "alive", "alive")
     file = of(tmp_path, "new")
     file.prefers_living = True
-    assert [adapter.name for adapter in file.read()] == expected
+    assert [adapter.name for adapter in file.read()] == (["alive"] if lives else ["ended"])
 
 
 def test_lists_of_the_dead_are_removed_after_a_week(tmp_path: Path) -> None:
@@ -130,18 +122,17 @@ def test_lists_of_the_dead_are_removed_after_a_week(tmp_path: Path) -> None:
 def test_the_list_of_an_earlier_release_counts_without_others(tmp_path: Path) -> None:
     wrote(tmp_path, "x", "sql")
     path = of(tmp_path, "x").path
-    path.rename(path.with_name(f"{path.name.partition('.')[0]}.json"))
+    earlier = path.rename(path.with_name(f"{path.name.partition('.')[0]}.json"))
     assert restored(tmp_path, "new") == ["sql"]
     wrote(tmp_path, "new", "chat")
-    os.utime(path.with_name(f"{path.name.partition('.')[0]}.json"), (1, 1))
+    os.utime(earlier, (1, 1))
     assert restored(tmp_path, "newest") == ["chat"]
 
 
 @runs
 async def test_a_server_keeps_its_list_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served_writer, "_WRITE_DELAY_S", 0.01)
-    world, file = World(), of(tmp_path, "lora-0")
-    world.resolver.has["sql"] = Version("sql")
+    world, file = World({"sql": "sql"}), of(tmp_path, "lora-0")
     one = Reconciler(world.lifecycle, Settings(preload=("sql",)), file, Events())
     keeping = asyncio.create_task(file.keep())
     await one.start()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,8 +26,7 @@ def mixture_of(world: World, sql: str = "aa", digest: str = "m1", name: str = MI
 
 
 async def mixing() -> World:
-    world = World()
-    world.resolver.has["sql"] = Version("aa")
+    world = World({"sql": "aa"})
     mixture_of(world)
     await world.load("sql")
     await world.lifecycle.resolve(MIXTURE)
@@ -68,14 +68,14 @@ async def test_other_changes_of_a_part_end_mixtures_too(how: str) -> None:
     world = await mixing()
     lifecycle = world.lifecycle
     if how == "roll_back":
-        world.resolver.has["sql"] = Version("bb", version="2")
+        world.resolver.has["sql"] = Version("bb")
         await lifecycle.refresh("sql")
         mixture_of(world, "bb", "m2")
         await lifecycle.resolve(MIXTURE)
         await lifecycle.roll_back("sql")
     elif how == "take":
-        world.resolver.has["sql"] = Version("bb", version="2")
-        await lifecycle.take("sql", type("Pushed", (), {"name": "sql"})())  # type: ignore[arg-type]
+        world.resolver.has["sql"] = Version("bb")
+        await lifecycle.take("sql", SimpleNamespace(name="sql"))  # type: ignore[arg-type]
     else:
         await (lifecycle.remove("sql") if how == "remove" else lifecycle.unload("sql", block=False))
     assert MIXTURE not in world.table.lora_requests
@@ -117,10 +117,8 @@ async def test_a_mixture_that_changes_itself_is_drained_once() -> None:
     world.resolver.hung.clear()
     await refreshing
     await world.settled()
-    assert MIXTURE not in world.table.lora_requests
-    assert world.in_workers == {"bb"}
-    assert world.resolver.leased == {"aa", "bb"}
-    assert not world.lifecycle.registry.draining
+    assert (list(world.table.lora_requests), world.lifecycle.registry.draining) == (["sql"], {})
+    assert (world.in_workers, world.resolver.leased) == ({"bb"}, {"aa", "bb"})
 
 
 @runs
@@ -160,9 +158,7 @@ async def test_a_block_while_a_mixture_is_made_holds() -> None:
     with pytest.raises(AdapterNotFound, match="load 'sql' again"):
         await asked
     await world.settled()
-    assert not world.table.lora_requests
-    assert not world.in_workers
-    assert not world.resolver.leased
+    world.assert_empty()
 
 
 @runs
@@ -232,10 +228,7 @@ async def test_mixtures_count_as_used_longest_ago() -> None:
 async def test_a_mixtures_name_is_no_adapters_own() -> None:
     world = await mixing()
     world.resolver.has["/adapters/x"] = Version("dd")
-    for refused in (
-        world.lifecycle.load_by_path("sql*0.5", "/adapters/x"),
-        world.lifecycle.roll_back(MIXTURE),
-    ):
+    for refused in (world.lifecycle.load_by_path("sql*0.5", "/adapters/x"), world.lifecycle.roll_back(MIXTURE)):
         with pytest.raises(InvalidAdapter, match="the name of a mixture"):
             await refused
     with pytest.raises(InvalidAdapter, match="the name of a mixture"):

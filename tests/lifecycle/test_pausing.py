@@ -14,8 +14,7 @@ from tests.virtual_time import runs
 
 async def running_for(seconds: float) -> tuple[World, asyncio.Task[str]]:
     """A server of `sql`, with one request in flight."""
-    world = World()
-    await serving(world, "aa")
+    world, _ = await serving("aa")
     running = world.start("sql", seconds)
     await world.settled()
     return world, running
@@ -53,10 +52,9 @@ async def test_a_resume_answers_a_pause_that_waits() -> None:
 
 @runs
 async def test_a_swap_leaves_a_pause_and_an_unload_ends_it() -> None:
-    world = World()
-    await serving(world, "aa")
+    world, _ = await serving("aa")
     await world.lifecycle.server.pause("sql", PauseMode.KEEP)
-    await serving(world, "aa", "bb")
+    await world.serve("aa", "bb")
     assert world.lifecycle.registry.paused == {"sql"}
     await world.lifecycle.unload("sql", block=False)
     assert (world.lifecycle.registry.paused, world.engine.asked["lora_plugins_resume"]) == (set(), 1)

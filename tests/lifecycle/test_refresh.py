@@ -13,34 +13,31 @@ from lora_plugins.events import is_polling
 from lora_plugins.lifecycle import reconciler
 from lora_plugins.lifecycle.reconciler import Reconciler
 from lora_plugins.lifecycle.served_file import ServedFile
-from lora_plugins.settings import Settings
 from tests.lifecycle.test_reconciler import reconciling, world_with
 from tests.lifecycle.world import Version, World
 from tests.virtual_time import runs
 
 
 def polling(world: World, interval_s: float) -> Reconciler:
-    return reconciling(world, Settings(refresh_s=interval_s), ServedFile(Path("/nowhere")))
+    return reconciling(world, ServedFile(Path("/nowhere")), refresh_s=interval_s)
 
 
 @runs
 async def test_the_poller_swaps_new_versions_and_survives_errors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = world_with("sql", "chat", "odd")
-    for name in ("odd", "sql", "chat"):
+    world = world_with("odd", "sql", "chat")
+    for name in list(world.resolver.has):
         await world.lifecycle.load(name)
     latest, by_itself = world.resolver.latest, []
 
-    async def sometimes_odd(name: str, uri: str | None, base_path: str) -> Version | None:
+    async def seen(name: str, uri: str | None, base_path: str) -> Version | None:
         by_itself.append(is_polling())
-        if name == "odd":
-            raise ZeroDivisionError
         return await latest(name, uri, base_path)
 
-    monkeypatch.setattr(world.resolver, "latest", sometimes_odd)
+    monkeypatch.setattr(world.resolver, "latest", seen)
     task = asyncio.create_task(polling(world, 0.02).poll())
-    world.resolver.has |= {"sql": Version("new"), "chat": SourceUnavailable("down")}
+    world.resolver.has |= {"sql": Version("new"), "chat": SourceUnavailable("down"), "odd": ZeroDivisionError()}
     await asyncio.sleep(0.3)
     assert await world.ask("sql") == "/store/new"
     assert set(by_itself) == {True}, "no request of a client"
@@ -73,7 +70,7 @@ async def test_a_source_that_hangs_keeps_only_its_own_names_waiting(monkeypatch:
     hung = [f"hung-{number}" for number in range(10)]
     world = world_with("sql", *hung)
     for name in (*hung, "sql"):
-        adapter = (await world.lifecycle.load(name), world.lifecycle.registry.require(name))[1]
+        adapter = await world.load(name)
         adapter.version = dataclasses.replace(adapter.version, source="s3" if name in hung else "filesystem")
     latest, asked = world.resolver.latest, []
 

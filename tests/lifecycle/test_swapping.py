@@ -35,8 +35,7 @@ async def gone(world: World) -> None:
 
 @runs
 async def test_what_lies_at_a_path_is_served_as_a_version() -> None:
-    world = World()
-    world.resolver.has["/by/hand"] = Version("aa")
+    world = World({"/by/hand": "aa"})
     await load_in_place(world, "sql", "/by/hand")
     adapter = served(world)
     assert (adapter.version, adapter.given_path) == (world.resolver.has["/by/hand"], "/by/hand")
@@ -48,8 +47,7 @@ async def test_what_lies_at_a_path_is_served_as_a_version() -> None:
 
 @runs
 async def test_new_files_at_the_same_path_are_a_swap() -> None:
-    world = World()
-    world.resolver.has["/by/hand"] = Version("aa")
+    world = World({"/by/hand": "aa"})
     await load_in_place(world, "sql", "/by/hand")
     running, old_id = world.start("sql", 30), served(world).engine_id
     while not world.engine.is_running("running"):
@@ -71,8 +69,7 @@ async def test_new_files_at_the_same_path_are_a_swap() -> None:
 
 @runs
 async def test_the_same_files_again_change_nothing() -> None:
-    world = World()
-    world.resolver.has["/by/hand"] = Version("aa")
+    world = World({"/by/hand": "aa"})
     await load_in_place(world, "sql", "/by/hand")
     engine_id = served(world).engine_id
     assert (await load_in_place(world, "sql", "/by/hand")).reason is ChangeReason.UNCHANGED
@@ -82,8 +79,7 @@ async def test_the_same_files_again_change_nothing() -> None:
 
 @runs
 async def test_a_refresh_reads_the_path_again_and_polls_do_not() -> None:
-    world = World()
-    world.resolver.has["/by/hand"] = Version("aa")
+    world = World({"/by/hand": "aa"})
     await load_in_place(world, "a name of its own", "/by/hand")
     world.resolver.has["/by/hand"] = Version("bb")
     await world.lifecycle.poll("a name of its own")
@@ -99,7 +95,7 @@ async def test_a_refresh_reads_the_path_again_and_polls_do_not() -> None:
 @runs
 async def test_weights_that_cannot_be_served_leave_the_old_ones(is_refused_by: str) -> None:
     world, refusal = World(), IncompatibleAdapter("shape")
-    before = await serving(world, "aa")
+    before = await world.serve("aa")
     world.resolver.has["/by/hand"] = refusal if is_refused_by == "resolver" else Version("bb")
     world.worker.broken = refusal
     with pytest.raises(IncompatibleAdapter):
@@ -116,9 +112,8 @@ async def test_weights_that_cannot_be_served_leave_the_old_ones(is_refused_by: s
 @pytest.mark.parametrize("path", ["/by/hand", ELSEWHERE])
 @runs
 async def test_what_was_pinned_is_pinned_again(path: str) -> None:
-    world = World(slots=3)
-    world.resolver.has["/by/hand"] = Version("bb")
-    await serving(world, "aa")
+    world = World({"/by/hand": "bb"}, slots=3)
+    await world.serve("aa")
     await world.lifecycle.pin("sql")
     await load_in_place(world, "sql", path)
     assert served(world).is_pinned
@@ -131,19 +126,14 @@ async def test_what_was_pinned_is_pinned_again(path: str) -> None:
 
 @runs
 async def test_what_only_workers_have_takes_a_versions_place() -> None:
-    world = World()
-    await serving(world, "aa")
-    await load_in_place(world, "sql", ELSEWHERE)
-    assert (await world.ask("sql"), served(world).version, served(world).held_digest) == (ELSEWHERE, None, None)
+    world, _ = await serving("aa")
+    for name in ("sql", "new"):
+        await load_in_place(world, name, ELSEWHERE)
+        adapter = served(world, name)
+        assert (await world.ask(name), adapter.version, adapter.given_path) == (ELSEWHERE, None, None)
+    await world.lifecycle.unload("new", block=False)
     await gone(world)
     assert world.in_workers == {"adapter"}
     world.resolver.has["/by/hand"] = Version("bb")
     await load_in_place(world, "sql", "/by/hand")
     assert await world.ask("sql") == "/store/bb"
-
-
-@runs
-async def test_a_new_names_directory_elsewhere_is_left_to_workers() -> None:
-    world = World()
-    await load_in_place(world, "sql", ELSEWHERE)
-    assert (await world.ask("sql"), served(world).version, served(world).given_path) == (ELSEWHERE, None, None)

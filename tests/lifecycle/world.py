@@ -9,13 +9,11 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 from lora_plugins.adapter.names import near
-from lora_plugins.errors import (
-    AdapterNotFound,
-    LoRAPluginsError,
-)
+from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 from lora_plugins.events import AdapterLoaded, Events
 from lora_plugins.lifecycle.api_server import ApiServer
 from lora_plugins.lifecycle.lifecycle import Lifecycle
@@ -103,7 +101,7 @@ class FakeStore:
 class FakeResolver:
     """Names, URIs and paths with the version that each has now; leases are held by path."""
 
-    has: dict[str, Version | LoRAPluginsError] = field(default_factory=dict)
+    has: dict[str, Version | Exception] = field(default_factory=dict)
     served_under: dict[str, Version] = field(default_factory=dict)
     needed: set[tuple[str, str]] = field(default_factory=set)
     had: dict[str, set[str]] = field(default_factory=dict)
@@ -137,7 +135,7 @@ class FakeResolver:
         while (uri or name) in self.hung:
             await asyncio.sleep(1)
         found = self.has.get(uri or name)
-        if isinstance(found, LoRAPluginsError):
+        if isinstance(found, Exception):
             raise found
         if found is not None:
             self.needed.add((name, found.digest))
@@ -205,10 +203,21 @@ class NameTable:
 
 
 class World:
-    def __init__(self, *, drain_timeout_s: float = 60.0, resolver: Any = None, **options: Any) -> None:
+    """See the module; `has` are names, URIs and paths with what the resolver finds there: a version, or its digest."""
+
+    def __init__(
+        self,
+        has: Mapping[str, Any] = MappingProxyType({}),
+        *,
+        drain_timeout_s: float = 60.0,
+        resolver: Any = None,
+        **options: Any,
+    ) -> None:
         self.engine = SimulatedEngine(**options)
         self.worker = self.engine.worker
         self.resolver = resolver or FakeResolver()
+        if has:
+            self.resolver.has |= {place: Version(it) if isinstance(it, str) else it for place, it in has.items()}
         self.table = NameTable()
         self.server = Server()
         self.told: list[Any] = []
@@ -244,6 +253,16 @@ class World:
         await self.lifecycle.load(name, uri)
         return self.lifecycle.registry.require(name)
 
+    async def serve(self, *digests: str) -> ServedAdapter:
+        """Serve `sql` in these versions, one after the other."""
+        for number, digest in enumerate(digests):
+            self.resolver.has["sql"] = Version(digest, version=digest)
+            if not number:
+                served = await self.load("sql")
+            else:
+                assert (await self.lifecycle.refresh("sql")).is_swap
+        return served
+
     def start(self, name: str, seconds: float, request_id: str = "running") -> asyncio.Task[str]:
         task = asyncio.create_task(self.ask(name, seconds, request_id))
         self.server.running[request_id] = task  # type: ignore[assignment]
@@ -252,16 +271,18 @@ class World:
     async def settled(self) -> None:
         await asyncio.sleep(0.1)
 
+    def assert_empty(self) -> None:
+        """Nothing is served, loaded, on its way out or leased."""
+        registry = self.lifecycle.registry
+        assert (self.table.lora_requests, registry.all(), registry.draining) == ({}, [], {})
+        assert (self.in_workers, self.engine.planner.state.adapters, self.resolver.leased) == (set(), {}, set())
+
     @property
     def in_workers(self) -> set[str]:
         return {Path(path).name for path in self.worker.paths.values()}
 
 
-async def serving(world: World, *digests: str) -> ServedAdapter:
-    """The name `sql`, which had these versions one after the other."""
-    world.resolver.has["sql"] = Version(digests[0], version=digests[0])
-    served = await world.load("sql")
-    for digest in digests[1:]:
-        world.resolver.has["sql"] = Version(digest, version=digest)
-        assert (await world.lifecycle.refresh("sql")).is_swap
-    return served
+async def serving(*digests: str, **options: Any) -> tuple[World, ServedAdapter]:
+    """A server of the name `sql`, which had these versions one after the other."""
+    world = World(**options)
+    return world, await world.serve(*digests)
