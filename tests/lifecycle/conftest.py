@@ -1,7 +1,9 @@
-"""Adapters are read in this process: in virtual time nothing waits for another."""
+"""Adapters are read in this process: in virtual time nothing waits for another. Nor does anything wait for a disk."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from lora_plugins.adapter.verify import verify_adapter, verify_config
 from lora_plugins.resolvers import versions
 from lora_plugins.settings import Settings
 from lora_plugins.verification.protocol import ReadAdapter
+from tests.lifecycle.bed import Bed
 
 
 class InThisProcess:
@@ -30,7 +33,23 @@ class InThisProcess:
         return found
 
 
+@pytest.fixture
+def make_bed(tmp_path: Path) -> Callable[..., Bed]:
+    return lambda **options: Bed(tmp_path / "store", **options)
+
+
+@pytest.fixture
+def bed(make_bed: Callable[..., Bed]) -> Bed:
+    return make_bed()
+
+
 @pytest.fixture(autouse=True)
 def read_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     here = InThisProcess()
     monkeypatch.setattr(versions, "children", lambda: here)
+
+
+@pytest.fixture(autouse=True)
+def not_synced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file of a test needs to outlive a power cut."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)

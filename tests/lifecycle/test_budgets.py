@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import random
 import time
 from collections import Counter
@@ -14,12 +13,12 @@ import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OfAdapter, OutOfMemory, SourceUnavailable
-from tests.lifecycle.test_stored_copies import GOOD, Bed, make_bed
+from tests.lifecycle.bed import GOOD, Bed
 from tests.make import adapter_files
+from tests.repetitions import times
 from tests.resolvers.sources.contract import content, turned
 from tests.virtual_time import runs
 
-_ = make_bed
 NAMES = [f"sql-{number}" for number in range(12)]
 FILES = {name: adapter_files(lora_alpha=number + 1) for number, name in enumerate(NAMES)}
 SIZE = max(sum(map(len, files.values())) for files in FILES.values())
@@ -78,28 +77,23 @@ async def test_only_what_runs_is_in_the_way(make_bed) -> None:
     await ask(bed, NAMES[2])
 
 
+@pytest.mark.parametrize("how", ["pinned", "rolled back"])
 @runs
-async def test_pinned_names_keep_theirs(make_bed) -> None:
-    bed = bed_of(make_bed, adapters=2)
-    await ask(bed, NAMES[0])
-    await bed.world.lifecycle.pin(NAMES[0])
-    for name in NAMES[1:6]:
-        await ask(bed, name)
-    await ask(bed, NAMES[0])
-    assert bed.source.fetched == NAMES[:6]
-
-
-@runs
-async def test_a_version_that_a_name_stays_at_is_kept(make_bed) -> None:
-    """Its source has another one by now."""
+async def test_what_is_pinned_or_rolled_back_to_is_kept(make_bed, how: str) -> None:
+    """The source of the second has another version by now."""
     bed = bed_of(make_bed, adapters=3)
     await ask(bed, NAMES[0])
-    bed.source.answers[NAMES[0]] = turned()
-    await bed.world.lifecycle.refresh(NAMES[0])
-    await bed.world.lifecycle.roll_back(NAMES[0])
+    if how == "pinned":
+        await bed.world.lifecycle.pin(NAMES[0])
+    else:
+        bed.source.answers[NAMES[0]] = turned()
+        await bed.world.lifecycle.refresh(NAMES[0])
+        await bed.world.lifecycle.roll_back(NAMES[0])
+    fetched = len(bed.source.fetched)
     for name in NAMES[1:6]:
         await ask(bed, name)
     await ask(bed, NAMES[0])
+    assert bed.source.fetched[fetched:] == NAMES[1:6]
 
 
 @runs
@@ -137,23 +131,10 @@ async def test_a_look_for_new_versions_fetches_nothing_back(make_bed) -> None:
     assert bed.source.fetched == fetched
 
 
-@runs
-async def test_while_its_source_is_away_what_is_in_memory_answers(make_bed) -> None:
-    bed = bed_of(make_bed, adapters=1)
-    await ask(bed, NAMES[0])
-    await ask(bed, NAMES[1])
-    bed.source.answers[NAMES[0]] = SourceUnavailable("away")
-    await bed.world.ask(NAMES[0])
-    adapter = bed.world.lifecycle.registry.require(NAMES[0])
-    await bed.world.planner.retire(adapter.engine_id)
-    with pytest.raises(SourceUnavailable, match="away"):
-        await bed.world.ask(NAMES[0])
-
-
 BROKEN = {**GOOD, CONFIG_FILE: b"{"}
 
 
-@pytest.mark.parametrize("later", [BROKEN, None], ids=["broken", "gone"])
+@pytest.mark.parametrize("later", [BROKEN, None, SourceUnavailable("away"), OutOfMemory("full")])
 @runs
 async def test_what_is_in_memory_outlives_its_source(make_bed, later) -> None:
     bed = bed_of(make_bed, adapters=1)
@@ -161,33 +142,19 @@ async def test_what_is_in_memory_outlives_its_source(make_bed, later) -> None:
     await ask(bed, NAMES[1])
     bed.source.answers[NAMES[0]] = later
     await bed.world.ask(NAMES[0])
-    asked = len(bed.source.asked)
+    asked, is_of_adapter = len(bed.source.asked), later in (BROKEN, None)
     await bed.world.ask(NAMES[0])
-    assert len(bed.source.asked) == asked, "the source is not asked for each request"
+    assert len(bed.source.asked) == asked or not is_of_adapter, "the source is not asked for each request"
     adapter = bed.world.lifecycle.registry.require(NAMES[0])
-    assert isinstance(adapter.last_error[0], OfAdapter)
+    assert isinstance(adapter.last_error[0], OfAdapter if is_of_adapter else type(later))
     await bed.world.planner.retire(adapter.engine_id)
-    with pytest.raises((AdapterNotFound, InvalidAdapter)):
+    with pytest.raises((AdapterNotFound, InvalidAdapter) if is_of_adapter else type(later)):
         await bed.world.ask(NAMES[0])
-    bed.source.answers[NAMES[0]] = FILES[NAMES[0]]
-    await ask(bed, NAMES[0])
-
-
-@runs
-async def test_what_is_in_memory_outlives_a_full_disk(make_bed) -> None:
-    bed = bed_of(make_bed, adapters=1)
-    await ask(bed, NAMES[0])
-    await ask(bed, NAMES[1])
-
-    def fill() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    bed.source.while_fetching = fill
-    await bed.world.ask(NAMES[0])
-    adapter = bed.world.lifecycle.registry.require(NAMES[0])
-    assert isinstance(adapter.last_error[0], OutOfMemory)
-    bed.source.while_fetching = lambda: None
-    await ask(bed, NAMES[1])
+    if is_of_adapter:
+        bed.source.answers[NAMES[0]] = FILES[NAMES[0]]
+        await ask(bed, NAMES[0])
+    else:
+        await ask(bed, NAMES[1])
 
 
 @pytest.mark.parametrize("later", [BROKEN, None], ids=["broken", "gone"])
@@ -298,7 +265,7 @@ def test_unloaded_names_leave_no_lease(make_bed, monkeypatch: pytest.MonkeyPatch
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(times(3, short=1)))
 @runs
 async def test_clients_at_once_are_all_served(make_bed, seed: int) -> None:
     bed, chosen = bed_of(make_bed), random.Random(seed)

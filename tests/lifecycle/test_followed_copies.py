@@ -20,7 +20,7 @@ from lora_plugins.lifecycle.registry import Registry
 from lora_plugins.lifecycle.stored_copies import Copies
 from lora_plugins.store.leases import Leases
 from lora_plugins.store.store import Store
-from tests.lifecycle.test_stored_copies import GOOD, LAST_BIT, Bed
+from tests.lifecycle.bed import GOOD, LAST_BIT, Bed
 from tests.lifecycle.world import Server
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import content
@@ -91,12 +91,11 @@ def beside(tmp_path: Path) -> Beside:
 @runs
 async def test_a_request_leases_its_copy_without_asking_the_leader(beside: Beside) -> None:
     adapter = await beside.leader.load()
-    assert adapter.version is not None
     for _ in range(2):
         async with beside.copies.using(beside.request) as taken:
             assert taken is adapter.request
-            assert beside.leases.is_ours(adapter.version.digest)
-    assert beside.leases.is_held(adapter.version.digest, "sql"), "a name's lease makes the next request's a moment"
+            assert beside.leases.is_ours(adapter.digest)
+    assert beside.leases.is_held(adapter.digest, "sql"), "a name's lease makes the next request's a moment"
     assert beside.following.asked == []
     assert beside.following.uses == [adapter.engine_id] * 2
 
@@ -104,8 +103,7 @@ async def test_a_request_leases_its_copy_without_asking_the_leader(beside: Besid
 @runs
 async def test_a_name_that_stands_for_another_version_ends_its_lease(beside: Beside) -> None:
     adapter = await beside.leader.load()
-    assert adapter.version is not None
-    before, request = adapter.version.digest, beside.request
+    before, request = adapter.digest, beside.request
     async with beside.copies.using(request):
         beside.leader.source.answers["sql"] = adapter_files(revision="2")
         assert (await beside.leader.world.lifecycle.refresh("sql")).is_swap
@@ -120,8 +118,7 @@ async def test_a_name_that_stands_for_another_version_ends_its_lease(beside: Bes
 @runs
 async def test_room_is_made_by_ending_what_no_request_uses(beside: Beside) -> None:
     adapter = await beside.leader.load()
-    assert adapter.version is not None
-    digest, of_leader = adapter.version.digest, beside.leader.resolver.store.leases
+    digest, of_leader = adapter.digest, beside.leader.resolver.store.leases
     async with beside.copies.using(beside.request):
         await beside.led.relieve()
         assert beside.leases.is_ours(digest)
@@ -136,7 +133,6 @@ async def test_room_is_made_by_ending_what_no_request_uses(beside: Beside) -> No
 @runs
 async def test_a_copy_that_is_gone_is_fetched_by_the_leader(beside: Beside) -> None:
     adapter = await beside.leader.load()
-    assert adapter.version is not None
     shutil.rmtree(adapter.version.path)
     async with beside.copies.using(beside.request) as taken:
         assert content(Path(taken.lora_path)) == GOOD
@@ -147,12 +143,11 @@ async def test_a_copy_that_is_gone_is_fetched_by_the_leader(beside: Beside) -> N
 @runs
 async def test_a_damaged_copy_is_replaced_before_the_engine_reads_it(beside: Beside) -> None:
     adapter = await beside.leader.load()
-    assert adapter.version is not None
     before = beside.request
     async with beside.copies.using(before):
         pass
     flip(adapter.version.path / WEIGHTS_FILE, LAST_BIT)
-    assert not beside.store.verify(adapter.version.digest)
+    assert not beside.store.verify(adapter.digest)
     async with beside.copies.using(before) as taken:
         assert content(Path(taken.lora_path)) == GOOD
         assert taken is beside.request
@@ -163,7 +158,6 @@ async def test_a_damaged_copy_is_replaced_before_the_engine_reads_it(beside: Bes
 @runs
 async def test_what_cannot_be_had_again_is_the_sources_error(beside: Beside) -> None:
     adapter = await beside.leader.load()
-    assert adapter.version is not None
     shutil.rmtree(adapter.version.path)
     del beside.leader.source.answers["sql"]
     await beside.leader.world.planner.retire(adapter.engine_id)
@@ -175,7 +169,6 @@ async def test_what_cannot_be_had_again_is_the_sources_error(beside: Beside) -> 
 @runs
 async def test_what_was_unloaded_meanwhile_is_the_engines_to_answer(beside: Beside) -> None:
     adapter = await beside.leader.load()
-    assert adapter.version is not None
     request = beside.request
     await beside.leader.world.lifecycle.unload("sql", block=False)
     shutil.rmtree(adapter.version.path)
@@ -187,7 +180,6 @@ async def test_what_was_unloaded_meanwhile_is_the_engines_to_answer(beside: Besi
 async def test_a_request_that_leaves_leaves_no_lease(beside: Beside) -> None:
     """A thread goes on, and leased the copy after the name had ended its leases: nobody ever ended this one."""
     adapter = await beside.leader.load()
-    assert adapter.version is not None
     request = beside.request
     let_threads_take(0.01)
     asking = asyncio.create_task(beside.copies.using(request).__aenter__())
@@ -197,4 +189,4 @@ async def test_a_request_that_leaves_leaves_no_lease(beside: Beside) -> None:
     beside.copies.changed("sql", request)
     await asyncio.sleep(1)
     assert asking.cancelled()
-    assert not beside.leases.is_ours(adapter.version.digest)
+    assert not beside.leases.is_ours(adapter.digest)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import os
 import random
 import time
 from collections.abc import Callable, Coroutine, Hashable, Iterable
@@ -24,13 +23,7 @@ from unittest import mock
 
 import pytest
 
-from lora_plugins.errors import (
-    AdapterNotFound,
-    InvalidAdapter,
-    LoRAPluginsError,
-    SourceUnavailable,
-    VersionMismatch,
-)
+from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, SourceUnavailable, VersionMismatch
 from lora_plugins.events import Events
 from lora_plugins.lifecycle.api_server import ApiServer
 from lora_plugins.lifecycle.followed_copies import FollowedCopies
@@ -107,9 +100,6 @@ class Store(FakeStore):
     def end_leases(self, leases: Iterable[tuple[str, Hashable, float | None]]) -> None:
         for digest, holder, _ in leases:
             self.release(holder, digest)
-
-    def engine_path(self, digest: str, *, other_than: str = "") -> str:
-        return f"/store/{digest}"
 
     def is_leased(self, name: str, path: Path) -> bool:
         return name in self.holders.get(path.name, ())
@@ -359,67 +349,53 @@ class History:
         kinds += ["relieve"] * 3 * self.evicts
         kind, moves = rng.choice(kinds), rng.random() < 0.4
 
-        def of(work: Callable[[], Coroutine[Any, Any, Answer]], leads_to: Any, **more: bool) -> Doing:
-            return Doing(f"{kind} {name}", name, work, leads_to, **more)
+        if kind.startswith("push"):
+            return self._push(kind, name, moves=moves)
+        place, server, seconds, where, uri = f"{ELSEWHERE}/{name}", lifecycle.server, 0.0, 0, None
+        if kind == "ask":
+            seconds, where = rng.choice([0, 0, 0.05, 0.5]), rng.randrange(self.count + 1)
+        elif kind == "declare":
+            uri = rng.choice([None, place])
+        operations: dict[str, tuple[Callable[[], Coroutine[Any, Any, Answer]], Any]] = {
+            "load": (lambda: lifecycle.load(name), self._loaded),
+            "load from": (lambda: lifecycle.load(name, place), self._loaded),
+            "unload": (lambda: lifecycle.unload(name, block=False, timeout_s=rng.choice([0, 5])), self._unloaded),
+            "block": (lambda: lifecycle.unload(name, block=True, timeout_s=rng.choice([None, 0.1])), self._blocked),
+            "roll_back": (lambda: lifecycle.roll_back(name, moves=moves), self._rolled_back),
+            "refresh": (lambda: lifecycle.refresh(name, moves=moves), self._refreshed),
+            "poll": (lambda: lifecycle.poll(name), self._polled),
+            "pin": (lambda: lifecycle.pin(name), self._pinned),
+            "unpin": (lambda: lifecycle.unpin(name), self._unpinned),
+            "ask": (lambda: self.servers.ask(name, seconds, where), self._asked),
+            "prefetch": (lambda: lifecycle.prefetch(name), self._prefetched),
+            "declare": (lambda: lifecycle.declare(name, uri), self._declared),
+            "pause": (lambda: server.pause(name, PauseMode.WAIT), self._paused),
+            "resume": (lambda: server.resume(name), self._paused),
+            "relieve": (self._relieve, lambda answer, found, state: [state]),
+        }
+        more = {"ask": f" of {where}"} | dict.fromkeys(("roll_back", "refresh"), " in flight" * moves)
+        return Doing(
+            f"{kind} {name}{more.get(kind, '')}",
+            name,
+            *operations[kind],
+            is_admin=kind not in ("poll", "ask", "declare", "relieve"),
+            is_written=kind not in ("block", "pause", "resume"),
+        )
 
-        def in_mode(doing: Doing) -> Doing:
-            return replace(doing, what=f"{doing.what}{' in flight' * moves}")
-
-        match kind:
-            case "load":
-                return of(lambda: lifecycle.load(name), self._loaded)
-            case "load from":
-                return of(lambda: lifecycle.load(name, f"{ELSEWHERE}/{name}"), self._loaded)
-            case "push" | "push if":
-                digest = f"{name}-{next(self.numbers)}"
-                pins, is_broken = rng.random() < 0.3, self.fails and rng.random() < 0.3
-                if is_broken:
-                    broken = rng.sample(self.servers.engines, rng.randint(1, len(self.servers.engines)))
-                    for engine in broken:
-                        engine.worker.broken_paths.add(f"/store/{digest}")  # type: ignore[union-attr]
-                adapter = self.registry.get(name)
-                expects = adapter.digest if adapter is not None and kind == "push if" else None
-                push = of(
-                    lambda: lifecycle.take(name, _pushed(name, digest), expects=expects, moves=moves, pins=pins),
-                    lambda answer, _, state: self._pushed(answer, state, digest, expects, pins=pins),
-                )
-                return in_mode(
-                    replace(push, what=f"{push.what} {digest}{' pins' * pins}{f' if {expects}' * bool(expects)}")
-                )
-            case "unload":
-                return of(lambda: lifecycle.unload(name, block=False, timeout_s=rng.choice([0, 5])), self._unloaded)
-            case "block":
-                return of(
-                    lambda: lifecycle.unload(name, block=True, timeout_s=rng.choice([None, 0.1])),
-                    self._blocked,
-                    is_written=False,
-                )
-            case "roll_back":
-                return in_mode(of(lambda: lifecycle.roll_back(name, moves=moves), self._rolled_back))
-            case "refresh":
-                return in_mode(of(lambda: lifecycle.refresh(name, moves=moves), self._refreshed))
-            case "poll":
-                return of(lambda: lifecycle.poll(name), self._polled, is_admin=False)
-            case "pin":
-                return of(lambda: lifecycle.pin(name), self._pinned)
-            case "unpin":
-                return of(lambda: lifecycle.unpin(name), self._unpinned)
-            case "ask":
-                seconds, where = rng.choice([0, 0, 0.05, 0.5]), rng.randrange(self.count + 1)
-                asked = of(lambda: self.servers.ask(name, seconds, where), self._asked, is_admin=False)
-                return replace(asked, what=f"{asked.what} of {where}")
-            case "prefetch":
-                return of(lambda: lifecycle.prefetch(name), self._prefetched)
-            case "declare":
-                uri = rng.choice([None, f"{ELSEWHERE}/{name}"])
-                return of(lambda: lifecycle.declare(name, uri), self._declared, is_admin=False)
-            case "pause":
-                return of(lambda: lifecycle.server.pause(name, PauseMode.WAIT), self._paused, is_written=False)
-            case "resume":
-                return of(lambda: lifecycle.server.resume(name), self._paused, is_written=False)
-            case "relieve":
-                return of(self._relieve, lambda answer, found, state: [state], is_admin=False)
-        raise AssertionError(kind)
+    def _push(self, kind: str, name: str, *, moves: bool) -> Doing:
+        rng, digest = self.rng, f"{name}-{next(self.numbers)}"
+        pins = rng.random() < 0.3
+        if self.fails and rng.random() < 0.3:
+            for engine in rng.sample(self.servers.engines, rng.randint(1, len(self.servers.engines))):
+                engine.worker.broken_paths.add(f"/store/{digest}")  # type: ignore[union-attr]
+        adapter = self.registry.get(name)
+        expects = adapter.digest if adapter is not None and kind == "push if" else None
+        return Doing(
+            f"{kind} {name} {digest}{' pins' * pins}{f' if {expects}' * bool(expects)}{' in flight' * moves}",
+            name,
+            lambda: self.lifecycle.take(name, _pushed(name, digest), expects=expects, moves=moves, pins=pins),
+            lambda answer, _, state: self._pushed(answer, state, digest, expects, pins=pins),
+        )
 
     async def _relieve(self) -> None:
         await self.lifecycle.copies.relieve()
@@ -688,7 +664,7 @@ class History:
             for name, it in servers.disk.entries.items()
         }
         now = {name: (it.digest, it.held_digest is not None, it.is_pinned) for name, it in served.items()}
-        left["list"] = set(on_disk.items()) ^ set(now.items())
+        left["list"] = on_disk.items() ^ now.items()
         for (follower, _), store in zip(servers.followers, servers.store.followers, strict=True):
             table = {name: (it.lora_int_id, it.lora_path) for name, it in follower.table.items()}
             left[f"table {id(follower)}"] = set(table.items()) ^ {
@@ -744,7 +720,7 @@ def explain(seed: int, folder: Path) -> None:
             follower.close()
         servers.leader.close()
 
-    with mock.patch.object(os, "fsync"), mock.patch.object(time, "thread_time", return_value=0.0):
+    with mock.patch.object(time, "thread_time", return_value=0.0):
         run_in_virtual_time(run(), thread_s=lambda: rng.uniform(0, thread_s) if thread_s else 0.0)
 
 
