@@ -22,7 +22,6 @@ from vllm.entrypoints.serve.exception_handling.register import init_exception_ha
 
 from lora_plugins.api.routes import router
 from lora_plugins.lifecycle import arrivals
-from lora_plugins.lifecycle.pushing import Pushes
 from tests.api.test_push_body import FILES, ONE_FILE, parts
 from tests.lifecycle.test_pushing import Names
 
@@ -67,7 +66,7 @@ class Listening:
         app = FastAPI()
         app.state.args = SimpleNamespace(log_error_stack=False)
         app.state.lora_plugins_lifecycle = self.names
-        app.state.lora_plugins_pushes = self.pushes = Pushes(self.names)  # type: ignore[arg-type]
+        app.state.lora_plugins_pushes = self.names.pushes
         app.include_router(router)
         init_exception_handler(app)
         self._socket = socket.socket()
@@ -98,7 +97,7 @@ class Listening:
     def left(self) -> list[Any]:
         """What is kept, once all answers are out."""
         for _ in range(200):
-            kept = [*self.names.store.layout.temporaries(), *self.pushes._arrivals._places._uses]
+            kept = [*self.names.store.layout.temporaries(), *self.names.pushes._arrivals._places._uses]
             if not kept:
                 break
             time.sleep(0.01)
