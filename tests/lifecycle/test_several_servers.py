@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import random
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +40,11 @@ class Request:
 class Servers:
     """A leader with an application, and the followers that have joined."""
 
-    def __init__(self, folder: Path, app: Any = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.gone: list[int] = []
         self.leader = Leader(
-            lambda it: {"name": it.name, "number": it.number} if isinstance(it, Request) else None,
-            self.gone.append,
+            lambda it: {"name": it.name, "number": it.number} if isinstance(it, Request) else None, self.gone.append
         )
         self.calls: list[Frame] = []
         self.changed: list[tuple[str, Any]] = []
@@ -52,11 +52,11 @@ class Servers:
         self.relieved = 0
         self.lost = 0
         self.shares, self.rates = Shares(4, None), Rates()
-        self._app = app
+        self.app: Any = None
 
     async def start(self, folder: Path) -> None:
         async def carried(first: Frame, *streams: Any) -> None:
-            await answer_carried(self._app, first, *streams)
+            await answer_carried(self.app, first, *streams)
 
         await self.leader.listen(folder, self._call, carried)
 
@@ -95,136 +95,129 @@ class Servers:
         return follower
 
 
-@asynccontextmanager
-async def servers(folder: Path, app: Any = None) -> AsyncIterator[Servers]:
-    some = Servers(folder, app)
-    await some.start(folder)
-    try:
-        yield some
-    finally:
-        some.leader.close()
+@pytest.fixture
+def some(tmp_path: Path) -> Servers:
+    return Servers(tmp_path)
 
 
-def run(folder: Path, steps: Callable[[Servers], Awaitable[None]], app: Any = None) -> None:
-    async def started() -> None:
-        async with asyncio.timeout(60), servers(folder, app) as some:
-            await steps(some)
+def listening(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test, and what it asks pytest for, while the leader listens."""
 
-    asyncio.run(started())
+    @functools.wraps(test)
+    def run(some: Servers, **fixtures: Any) -> None:
+        async def started() -> None:
+            async with asyncio.timeout(60):
+                await some.start(some.folder)
+                try:
+                    await test(some, **fixtures)
+                finally:
+                    some.leader.close()
 
+        asyncio.run(started())
 
-def test_followers_have_every_change_when_it_is_answered(tmp_path: Path) -> None:
-    async def steps(some: Servers) -> None:
-        followers = [await some.join() for _ in range(3)]
-        rng = random.Random(5)
-        for number in range(300):
-            name = rng.choice(NAMES)
-            if name in some.leader.table and rng.random() < 0.3:
-                del some.leader.table[name]
-            else:
-                some.leader.table[name] = Request(name, number)
-            if rng.random() < 0.1:
-                await some.leader.all_have()
-                assert all(follower.table == dict(some.leader.table) for follower in followers)
-        await some.leader.all_have()
-        assert all(follower.table == dict(some.leader.table) for follower in followers)
-        assert some.leader.number >= 300
-
-    run(tmp_path, steps)
+    return run
 
 
-def test_a_follower_that_starts_late_is_told_everything_first(tmp_path: Path) -> None:
-    async def steps(some: Servers) -> None:
-        for number, name in enumerate(NAMES):
+@listening
+async def test_followers_have_every_change_when_it_is_answered(some: Servers) -> None:
+    followers = [await some.join() for _ in range(3)]
+    rng = random.Random(5)
+    for number in range(300):
+        name = rng.choice(NAMES)
+        if name in some.leader.table and rng.random() < 0.3:
+            del some.leader.table[name]
+        else:
             some.leader.table[name] = Request(name, number)
-        follower = await some.join()
-        assert follower.table == dict(some.leader.table)
-        assert list(follower.table) == NAMES, "in the same order, as they are listed"
-        some.leader.say_ready()
-        await follower.ready()
-        await (await some.join()).ready()
-
-    run(tmp_path, steps)
+        if rng.random() < 0.1:
+            await some.leader.all_have()
+            assert all(follower.table == dict(some.leader.table) for follower in followers)
+    await some.leader.all_have()
+    assert all(follower.table == dict(some.leader.table) for follower in followers)
+    assert some.leader.number >= 300
 
 
-def test_followers_wait_for_a_leader_that_starts_later(tmp_path: Path) -> None:
-    async def steps(some: Servers) -> None:
-        later = Servers(tmp_path / "later")
-        (tmp_path / "later").mkdir()
-        joining = asyncio.create_task(later.join())
-        await asyncio.sleep(0.2)
-        assert not joining.done()
-        await later.start(tmp_path / "later")
-        assert (await joining).table == {}
-        later.leader.close()
-
-    run(tmp_path, steps)
+@listening
+async def test_a_follower_that_starts_late_is_told_everything_first(some: Servers) -> None:
+    for number, name in enumerate(NAMES):
+        some.leader.table[name] = Request(name, number)
+    follower = await some.join()
+    assert follower.table == dict(some.leader.table)
+    assert list(follower.table) == NAMES, "in the same order, as they are listed"
+    some.leader.say_ready()
+    await follower.ready()
+    await (await some.join()).ready()
 
 
-def test_what_a_call_changes_is_there_before_its_answer(tmp_path: Path) -> None:
-    async def steps(some: Servers) -> None:
-        follower = await some.join()
-        assert (await follower.call("resolve", name="sql"))["said"] == "resolve"
-        assert follower.table["sql"] == Request("sql", 7)
-        assert some.changed == [("sql", None)]
-        with pytest.raises(SourceUnavailable):
-            await follower.call("fail")
-        assert (await follower.call("again"))["said"] == "again"
+@listening
+async def test_followers_wait_for_a_leader_that_starts_later(some: Servers) -> None:
+    later = Servers(some.folder / "later")
+    (some.folder / "later").mkdir()
+    joining = asyncio.create_task(later.join())
+    await asyncio.sleep(0.2)
+    assert not joining.done()
+    await later.start(some.folder / "later")
+    assert (await joining).table == {}
+    later.leader.close()
 
-    run(tmp_path, steps)
+
+@listening
+async def test_what_a_call_changes_is_there_before_its_answer(some: Servers) -> None:
+    follower = await some.join()
+    assert (await follower.call("resolve", name="sql"))["said"] == "resolve"
+    assert follower.table["sql"] == Request("sql", 7)
+    assert some.changed == [("sql", None)]
+    with pytest.raises(SourceUnavailable):
+        await follower.call("fail")
+    assert (await follower.call("again"))["said"] == "again"
 
 
-def test_places_of_followers_are_released_in_every_way(tmp_path: Path) -> None:
+@listening
+async def test_places_of_followers_are_released_in_every_way(some: Servers) -> None:
     """Two places for three servers: one leaves, one goes away while it waits, one dies."""
+    one, other, dying = [await some.join() for _ in range(3)]
 
-    async def steps(some: Servers) -> None:
-        one, other, dying = [await some.join() for _ in range(3)]
+    async def use(follower: Follower, name: str, entered: asyncio.Event, leave: asyncio.Event) -> None:
+        async with follower.lasting("use", name=name):
+            entered.set()
+            await leave.wait()
 
-        async def use(follower: Follower, name: str, entered: asyncio.Event, leave: asyncio.Event) -> None:
-            async with follower.lasting("use", name=name):
-                entered.set()
-                await leave.wait()
-
-        entered, leave = ([asyncio.Event() for _ in range(5)] for _ in range(2))
-        holders = [asyncio.create_task(use(who, f"a-{number}", entered[number], leave[number]))
-                   for number, who in enumerate((one, dying))]  # fmt: skip
-        await asyncio.gather(*(it.wait() for it in entered[:2]))
-        impatient = asyncio.create_task(use(other, "a-2", entered[2], leave[2]))
-        last = asyncio.create_task(use(other, "a-3", entered[3], leave[3]))
-        await other.call("said", name="")
-        impatient.cancel()
-        await other.call("said", name="")
-        assert not entered[2].is_set()
-        assert not entered[3].is_set()
-        leave[0].set()
-        await entered[3].wait()
-        final = asyncio.create_task(use(one, "a-4", entered[4], leave[4]))
-        await one.call("said", name="")
-        assert not entered[4].is_set()
-        dying.close()
-        await entered[4].wait()
-        for event in leave:
-            event.set()
-        await asyncio.gather(*holders, impatient, last, final, return_exceptions=True)
-        await one.call("said", name="")
-        async with some.shares.using(Share("team-a", 0.5), "a-5"), some.shares.using(Share("team-a", 0.5), "a-6"):
-            pass
-
-    run(tmp_path, steps)
+    entered, leave = ([asyncio.Event() for _ in range(5)] for _ in range(2))
+    holders = [asyncio.create_task(use(who, f"a-{number}", entered[number], leave[number]))
+               for number, who in enumerate((one, dying))]  # fmt: skip
+    await asyncio.gather(*(it.wait() for it in entered[:2]))
+    impatient = asyncio.create_task(use(other, "a-2", entered[2], leave[2]))
+    last = asyncio.create_task(use(other, "a-3", entered[3], leave[3]))
+    await other.call("said", name="")
+    impatient.cancel()
+    await other.call("said", name="")
+    assert not entered[2].is_set()
+    assert not entered[3].is_set()
+    leave[0].set()
+    await entered[3].wait()
+    final = asyncio.create_task(use(one, "a-4", entered[4], leave[4]))
+    await one.call("said", name="")
+    assert not entered[4].is_set()
+    dying.close()
+    await entered[4].wait()
+    for event in leave:
+        event.set()
+    await asyncio.gather(*holders, impatient, last, final, return_exceptions=True)
+    await one.call("said", name="")
+    async with some.shares.using(Share("team-a", 0.5), "a-5"), some.shares.using(Share("team-a", 0.5), "a-6"):
+        pass
 
 
-def test_a_follower_says_each_second_which_adapters_are_used(tmp_path: Path) -> None:
-    async def steps(some: Servers) -> None:
-        follower = await some.join()
-        for engine_id in (1, 1, 2, 1):
-            follower.used(engine_id)
-        await follower.call("done")
-        assert [frame["engine_id"] for frame in some.calls if frame["call"] == "used"] == [1, 2]
-
-    run(tmp_path, steps)
+@listening
+async def test_a_follower_says_each_second_which_adapters_are_used(some: Servers) -> None:
+    follower = await some.join()
+    for engine_id in (1, 1, 2, 1):
+        follower.used(engine_id)
+    await follower.call("done")
+    assert [frame["engine_id"] for frame in some.calls if frame["call"] == "used"] == [1, 2]
 
 
-def test_a_limit_counts_what_all_servers_admit(tmp_path: Path) -> None:
+@listening
+async def test_a_limit_counts_what_all_servers_admit(some: Servers) -> None:
     rate = Rate("team-a", 3, 100)
 
     async def refusal_of(rates: Rates) -> RateExceeded:
@@ -232,76 +225,57 @@ def test_a_limit_counts_what_all_servers_admit(tmp_path: Path) -> None:
             await rates.admit(rate)
         return refused.value
 
-    async def steps(some: Servers) -> None:
-        joined = [await some.join(number) for number in (1, 2)]
-        one, two = (FollowedRates(follower) for follower in joined)
-        for rates in (one, two, some.rates):
-            await rates.admit(rate)
-        for rates in (one, two, some.rates):
-            refused = await refusal_of(rates)
-            assert ("requests" in str(refused), refused.retry_after_s) == (True, 20)
-        one.spend(rate, 300)
-        await joined[0].call("done")
-        for rates in (two, some.rates):
-            assert "tokens" in str(await refusal_of(rates))
-        joined[0].close()
-        one.spend(rate, 1)
+    joined = [await some.join(number) for number in (1, 2)]
+    one, two = (FollowedRates(follower) for follower in joined)
+    for rates in (one, two, some.rates):
+        await rates.admit(rate)
+    for rates in (one, two, some.rates):
+        refused = await refusal_of(rates)
+        assert ("requests" in str(refused), refused.retry_after_s) == (True, 20)
+    one.spend(rate, 300)
+    await joined[0].call("done")
+    for rates in (two, some.rates):
+        assert "tokens" in str(await refusal_of(rates))
+    joined[0].close()
+    one.spend(rate, 1)
+    with pytest.raises(SourceUnavailable):
+        await one.admit(rate)
+
+
+@listening
+async def test_room_is_looked_for_when_every_follower_has_ended_leases(some: Servers) -> None:
+    followers = [await some.join() for _ in range(2)]
+    await some.leader.relieve()
+    assert some.relieved == len(followers)
+    some.leader.abort(["a", "b"])
+    some.leader.table["sql"] = Request("sql", 1)
+    await some.leader.all_have()
+    assert all(list(follower.table) == ["sql"] for follower in followers), "the one that failed follows on"
+    assert some.aborted == ["a", "b"] * 2
+
+
+@listening
+async def test_a_follower_without_a_leader_serves_nothing(some: Servers) -> None:
+    some.leader.table["sql"] = Request("sql", 1)
+    follower = await some.join()
+    some.leader.close()
+    while follower.table:
+        await asyncio.sleep(0.01)
+    for asks in (follower.call("resolve", name="chat"), follower.ready()):
         with pytest.raises(SourceUnavailable):
-            await one.admit(rate)
-
-    run(tmp_path, steps)
-
-
-def test_aborts_reach_every_follower(tmp_path: Path) -> None:
-    async def steps(some: Servers) -> None:
-        followers = [await some.join() for _ in range(2)]
-        some.leader.abort(["a", "b"])
-        for follower in followers:
-            await follower.call("done")
-        assert some.aborted == ["a", "b"] * 2
-
-    run(tmp_path, steps)
+            await asks
+    with pytest.raises(SourceUnavailable):
+        follower.used(1)
+    assert some.lost == 1
 
 
-def test_room_is_looked_for_when_every_follower_has_ended_leases(tmp_path: Path) -> None:
-    async def steps(some: Servers) -> None:
-        followers = [await some.join() for _ in range(2)]
-        await some.leader.relieve()
-        assert some.relieved == len(followers)
-        some.leader.table["sql"] = Request("sql", 1)
-        await some.leader.all_have()
-        assert all(list(follower.table) == ["sql"] for follower in followers), "the one that failed follows on"
-
-    run(tmp_path, steps)
-
-
-def test_a_follower_without_a_leader_serves_nothing(tmp_path: Path) -> None:
-    async def steps(some: Servers) -> None:
-        some.leader.table["sql"] = Request("sql", 1)
-        follower = await some.join()
-        some.leader.close()
-        while follower.table:
-            await asyncio.sleep(0.01)
-        with pytest.raises(SourceUnavailable):
-            await follower.call("resolve", name="chat")
-        with pytest.raises(SourceUnavailable):
-            follower.used(1)
-        with pytest.raises(SourceUnavailable):
-            await follower.ready()
-        assert some.lost == 1
-
-    run(tmp_path, steps)
-
-
-def test_a_follower_does_not_start_where_the_connection_breaks(tmp_path: Path) -> None:
-    async def steps(some: Servers) -> None:
-        (tmp_path / "breaks").mkdir()
-        some.folder = tmp_path / "breaks"
-        await asyncio.start_unix_server(lambda _, writer: writer.close(), some.folder / leading.SOCKET)
-        with pytest.raises(SourceUnavailable):
-            await some.join()
-
-    run(tmp_path, steps)
+@listening
+async def test_a_follower_does_not_start_where_the_connection_breaks(some: Servers) -> None:
+    (some.folder / "breaks").mkdir()
+    some.folder = some.folder / "breaks"
+    await asyncio.start_unix_server(lambda _, writer: writer.close(), some.folder / leading.SOCKET)
+    with pytest.raises(SourceUnavailable):
+        await some.join()
 
 
 ENDING = """
@@ -319,72 +293,63 @@ def test_a_process_without_a_leader_ends_as_failed(state: str, code: int, says: 
     assert says in ended.stderr
 
 
-def test_a_call_ends_with_the_leader(tmp_path: Path) -> None:
-    async def steps(some: Servers) -> None:
-        asked = asyncio.Event()
+@listening
+async def test_a_call_ends_with_the_leader(some: Servers) -> None:
+    asked = asyncio.Event()
 
-        async def never(frame: Frame, _: AsyncExitStack) -> Frame:
-            asked.set()
-            return await asyncio.Future()
+    async def never(frame: Frame, _: AsyncExitStack) -> Frame:
+        asked.set()
+        return await asyncio.Future()
 
-        some._call = never  # type: ignore[method-assign]
-        (tmp_path / "hangs").mkdir()
-        await some.start(tmp_path / "hangs")
-        some.folder = tmp_path / "hangs"
-        follower = await some.join()
-        call = asyncio.create_task(follower.call("resolve", name="sql"))
-        await asked.wait()
-        some.leader.close()
-        with pytest.raises(SourceUnavailable):
-            await call
-
-    run(tmp_path, steps)
+    some._call = never  # type: ignore[method-assign]
+    (some.folder / "hangs").mkdir()
+    await some.start(some.folder / "hangs")
+    some.folder = some.folder / "hangs"
+    follower = await some.join()
+    call = asyncio.create_task(follower.call("resolve", name="sql"))
+    await asked.wait()
+    some.leader.close()
+    with pytest.raises(SourceUnavailable):
+        await call
 
 
-def test_a_follower_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
-    async def steps(some: Servers) -> None:
-        follower, other = await some.join(2), await some.join()
-        follower.close()
-        some.leader.table["sql"] = Request("sql", 1)
-        await some.leader.all_have()
-        assert (dict(other.table), some.lost) == ({"sql": Request("sql", 1)}, 0)
-        while not some.gone:
-            await asyncio.sleep(0.01)
-        assert some.gone == [2]
-
-    run(tmp_path, steps)
+@listening
+async def test_a_follower_that_is_gone_is_not_waited_for(some: Servers) -> None:
+    follower, other = await some.join(2), await some.join()
+    follower.close()
+    some.leader.table["sql"] = Request("sql", 1)
+    await some.leader.all_have()
+    assert (dict(other.table), some.lost) == ({"sql": Request("sql", 1)}, 0)
+    while not some.gone:
+        await asyncio.sleep(0.01)
+    assert some.gone == [2]
 
 
-def test_one_that_does_not_take_a_change_up_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@listening
+async def test_one_that_does_not_take_a_change_up_is_named(some: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leading, "_ALL_HAVE_S", 0.2)
-
-    async def steps(some: Servers) -> None:
-        reader, writer = await asyncio.open_unix_connection(tmp_path / leading.SOCKET)
-        frames.send(writer, {"follows": 1})
-        await frames.receive(reader)  # all, and says nothing
-        some.leader.table["sql"] = Request("sql", 1)
-        with pytest.raises(SourceUnavailable, match="has not taken up a change"):
-            await some.leader.all_have()
-        writer.close()
-
-    run(tmp_path, steps)
+    reader, writer = await asyncio.open_unix_connection(some.folder / leading.SOCKET)
+    frames.send(writer, {"follows": 1})
+    await frames.receive(reader)  # all, and says nothing
+    some.leader.table["sql"] = Request("sql", 1)
+    with pytest.raises(SourceUnavailable, match="has not taken up a change"):
+        await some.leader.all_have()
+    writer.close()
 
 
-def test_only_the_leader_changes_what_is_served(tmp_path: Path) -> None:
-    async def steps(some: Servers) -> None:
-        some.leader.table["sql"] = Request("sql", 1)
-        follower = await some.join()
+@listening
+async def test_only_the_leader_changes_what_is_served(some: Servers) -> None:
+    some.leader.table["sql"] = Request("sql", 1)
+    follower = await some.join()
+    with pytest.raises(LoRAPluginsError):
+        follower.table["chat"] = Request("chat", 1)
+    for change in (FollowedTable.clear, FollowedTable.popitem, lambda table: table.update(chat=1),
+                   lambda table: table.pop("sql"), lambda table: table.setdefault("chat")):  # fmt: skip
         with pytest.raises(LoRAPluginsError):
-            follower.table["chat"] = Request("chat", 1)
-        for change in (FollowedTable.clear, FollowedTable.popitem, lambda table: table.update(chat=1),
-                       lambda table: table.pop("sql"), lambda table: table.setdefault("chat")):  # fmt: skip
-            with pytest.raises(LoRAPluginsError):
-                change(follower.table)
-        with pytest.raises(InvalidAdapter, match="only this process"):
-            some.leader.table["weights"] = object()
-        assert list(some.leader.table) == list(follower.table) == ["sql"]
-
-    run(tmp_path, steps)
+            change(follower.table)
+    with pytest.raises(InvalidAdapter, match="only this process"):
+        some.leader.table["weights"] = object()
+    assert list(some.leader.table) == list(follower.table) == ["sql"]
 
 
 # --- requests that are carried ---
@@ -464,90 +429,85 @@ async def not_asked(*_: Any) -> None:
     raise AssertionError("the follower's own application is not asked")
 
 
-def test_a_carried_request_is_answered_when_all_have_its_change(tmp_path: Path) -> None:
-    app = Application()
+async def carried(
+    follower: Follower, method: str, path: str, body: list[bytes], app: Any = not_asked, **more: Any
+) -> Any:
+    """As `asked`, of a follower's server, before whose own application a request is carried."""
+    return await asked(CarryToLeader(app, lambda: follower, _answer), method, path, body, **more)
 
-    async def steps(some: Servers) -> None:
-        app.leader = some.leader
-        carrier, other = await some.join(), await some.join()
-        body = [b"x" * 200_000, b"y" * 100_000, b""]
-        sent = await asked(CarryToLeader(not_asked, lambda: carrier, _answer), "PUT", "/v1/loras/sql", body)
-        assert sent[0] == {
-            "type": "http.response.start",
-            "status": 201,
-            "headers": [(b"authorization", b"Bearer \xff")],
-        }
-        assert b"".join(one["body"] for one in sent[1:]) == b"PUT /v1/loras/sql?x=%20 300000 192.0.2.7!"
-        assert carrier.table == other.table == {"sql": Request("sql", 300_000)}
+
+@listening
+async def test_a_carried_request_is_answered_when_all_have_its_change(some: Servers) -> None:
+    app = Application()
 
     async def leading_app(*connection: Any) -> None:
         await CarryToLeader(app, lambda: app.leader, _answer)(*connection)
 
-    run(tmp_path, steps, leading_app)
+    some.app = leading_app
+    app.leader = some.leader
+    carrier, other = await some.join(), await some.join()
+    body = [b"x" * 200_000, b"y" * 100_000, b""]
+    sent = await carried(carrier, "PUT", "/v1/loras/sql", body)
+    assert (sent[0]["status"], sent[0]["headers"]) == (201, [(b"authorization", b"Bearer \xff")])
+    assert b"".join(one["body"] for one in sent[1:]) == b"PUT /v1/loras/sql?x=%20 300000 192.0.2.7!"
+    assert carrier.table == other.table == {"sql": Request("sql", 300_000)}
 
 
-def test_an_answer_waits_for_a_follower_that_still_writes(tmp_path: Path) -> None:
+@listening
+async def test_an_answer_waits_for_a_follower_that_still_writes(some: Servers) -> None:
     async def at_once(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.body", "body": b""})
 
-    async def steps(some: Servers) -> None:
-        reader, writer = await asyncio.open_unix_connection(some.folder / leading.SOCKET)
-        frames.send(writer, {"scope": {"headers": [], "client": None, "server": None}})
-        assert (await frames.receive(reader) or {})["type"] == "http.response.body"
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(frames.receive(reader), 0.1)
-        writer.close()
-
-    run(tmp_path, steps, at_once)
+    some.app = at_once
+    reader, writer = await asyncio.open_unix_connection(some.folder / leading.SOCKET)
+    frames.send(writer, {"scope": {"headers": [], "client": None, "server": None}})
+    assert (await frames.receive(reader) or {})["type"] == "http.response.body"
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(frames.receive(reader), 0.1)
+    writer.close()
 
 
-@pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/api/v1/load_lora_adapter", "/v1/loras/sql", "/v1/models"])
-@pytest.mark.parametrize("end", ["", "\n"])
-def test_what_routes_match_is_carried(tmp_path: Path, path: str, end: str) -> None:
+@pytest.mark.parametrize(
+    "path", ["/v1/load_lora_adapter", "/api/v1/load_lora_adapter", "/v1/loras/sql\n", "/v1/models"]
+)
+@listening
+async def test_what_routes_match_is_carried(some: Servers, path: str) -> None:
     async def made(scope: Any, receive: Any, send: Any) -> None:
-        await Router([Route(path.removeprefix("/api"), _created, methods=["POST"])])(scope, receive, send)
+        route = path.removeprefix("/api").removesuffix("\n")
+        await Router([Route(route, _created, methods=["POST"])])(scope, receive, send)
 
-    async def steps(some: Servers) -> None:
-        carrying = CarryToLeader(not_asked, lambda: follower, _answer)
-        follower = await some.join()
-        sent = await asked(carrying, "POST", path + end, [b""], root_path="/api")
+    some.app = made
+    sent = await carried(await some.join(), "POST", path, [b""], root_path="/api")
+    assert sent[0]["status"] == 201
+
+
+@listening
+async def test_what_serves_is_not_carried(some: Servers) -> None:
+    app = Application()
+    some.app = not_asked
+    follower = await some.join()
+    for path in ("/v1/completions", "/v1/loras-of-another", "/health", "/v1/models\n\n"):
+        sent = await carried(follower, "POST", path, [b""], app)
         assert sent[0]["status"] == 201
+    assert not has_started(some.folder, os.getpid())
+    await CarryToLeader(allowing, lambda: follower, _answer)({"type": "lifespan"}, None, None)
+    assert has_started(some.folder, os.getpid())
+    sent = await asked(CarryToLeader(app, Leader, _answer), "POST", "/v1/loras", [b""])
+    assert sent[0]["status"] == 201, "the only API server answers all"
 
-    run(tmp_path, steps, made)
 
-
-def test_what_serves_is_not_carried(tmp_path: Path) -> None:
+@listening
+async def test_a_caller_that_leaves_has_left_the_leader_too(some: Servers) -> None:
     app = Application()
-
-    async def steps(some: Servers) -> None:
-        follower = await some.join()
-        for path in ("/v1/completions", "/v1/loras-of-another", "/health", "/v1/models\n\n"):
-            sent = await asked(CarryToLeader(app, lambda: follower, _answer), "POST", path, [b""])
-            assert sent[0]["status"] == 201
-        assert not has_started(tmp_path, os.getpid())
-        await CarryToLeader(allowing, lambda: follower, _answer)({"type": "lifespan"}, None, None)
-        assert has_started(tmp_path, os.getpid())
-        sent = await asked(CarryToLeader(app, Leader, _answer), "POST", "/v1/loras", [b""])
-        assert sent[0]["status"] == 201, "the only API server answers all"
-
-    run(tmp_path, steps, not_asked)
-
-
-def test_a_caller_that_leaves_has_left_the_leader_too(tmp_path: Path) -> None:
-    app = Application()
-
-    async def steps(some: Servers) -> None:
-        follower = await some.join()
-        carrying = CarryToLeader(not_asked, lambda: follower, _answer)
-        sent = await asked(carrying, "POST", "/v1/loras/slow", [b""], leaves=True)
-        await app.left.wait()
-        assert [one["type"] for one in sent] == ["error"]
-
-    run(tmp_path, steps, app)
+    some.app = app
+    sent = await carried(await some.join(), "POST", "/v1/loras/slow", [b""], leaves=True)
+    await app.left.wait()
+    assert [one["type"] for one in sent] == ["error"]
 
 
 @pytest.mark.parametrize("begins", [False, True])
-def test_an_unexpected_error_of_the_leader_is_a_500(tmp_path: Path, caplog: Any, *, begins: bool) -> None:
+@listening
+async def test_an_unexpected_error_of_the_leader_is_a_500(some: Servers, caplog: Any, *, begins: bool) -> None:
     """The follower took the closed connection for the leader's end, while it still wrote the body."""
 
     async def fails(scope: Any, receive: Any, send: Any) -> None:
@@ -556,22 +516,16 @@ def test_an_unexpected_error_of_the_leader_is_a_500(tmp_path: Path, caplog: Any,
             await send({"type": "http.response.body", "body": b"of Starlette"})
         raise ValueError("not ours")
 
-    async def steps(some: Servers) -> None:
-        follower = await some.join()
-        carrying = CarryToLeader(not_asked, lambda: follower, _answer)
-        sent = await asked(carrying, "PUT", "/v1/loras/sql", [b"x" * 4_000_000] * 3)
-        assert [one.get("status") for one in sent] == [500, None]
-
-    run(tmp_path, steps, fails)
+    some.app = fails
+    sent = await carried(await some.join(), "PUT", "/v1/loras/sql", [b"x" * 4_000_000] * 3)
+    assert [one.get("status") for one in sent] == [500, None]
     assert [record.getMessage() for record in caplog.records] == ["A carried request failed: /v1/loras/sql"]
 
 
-def test_without_a_leader_a_carried_request_is_refused(tmp_path: Path) -> None:
-    async def steps(some: Servers) -> None:
-        follower = await some.join()
-        some.leader.close()
-        (tmp_path / leading.SOCKET).unlink(missing_ok=True)
-        (sent,) = await asked(CarryToLeader(not_asked, lambda: follower, _answer), "GET", "/v1/loras", [b""])
-        assert isinstance(sent["error"], SourceUnavailable)
-
-    run(tmp_path, steps)
+@listening
+async def test_without_a_leader_a_carried_request_is_refused(some: Servers) -> None:
+    follower = await some.join()
+    some.leader.close()
+    (some.folder / leading.SOCKET).unlink(missing_ok=True)
+    (sent,) = await carried(follower, "GET", "/v1/loras", [b""])
+    assert isinstance(sent["error"], SourceUnavailable)
