@@ -106,14 +106,6 @@ async def load_sql(server: Server) -> None:
     await server.load("sql")
 
 
-async def push(server: Server) -> None:
-    await server.push("policy", NEXT)
-
-
-async def push_next(server: Server) -> None:
-    await server.push("old", NEXT)
-
-
 async def block(server: Server) -> None:
     await server.lifecycle.unload("sql", block=True)
 
@@ -164,8 +156,8 @@ async def chat_unloaded(server: Server) -> None:
 OPERATIONS = {
     "load": Operation(load_sql, {"sql": SQL}),
     "load with eviction": Operation(evict_and_load, {"sql": SQL}, chat_unloaded, max_bytes=5 * SIZE_BYTES // 2),
-    "push a new name": Operation(push, {"policy": NEXT}),
-    "push the next version": Operation(push_next, {"old": NEXT}),
+    "push a new name": Operation(lambda server: server.push("policy", NEXT), {"policy": NEXT}),
+    "push the next version": Operation(lambda server: server.push("old", NEXT), {"old": NEXT}),
     "block": Operation(block, {}, load_sql, is_blocked=True),
     "load what is blocked": Operation(load_sql, {"sql": SQL}, block),
     "unload": Operation(unload, {}, load_sql),
@@ -469,13 +461,12 @@ async def test_what_a_cleaner_removes_is_back_at_the_next_beat(tmp_path: Path) -
     server, other = Server(tmp_path), Store(tmp_path)
     await server.push("old", OLD)
     digest = server.lifecycle.registry.require("old").digest
-    for name in ("leases", "locks", "tmp"):
-        shutil.rmtree(tmp_path / f".{name}")
-    other.layout.make_again()  # before this server does
+    with removed(tmp_path):
+        other.layout.make_again()  # before this server does
     server.store.processes.on_beat()
     assert not other.remove(digest), "it is the only copy of what was pushed"
-    for name in ("leases", "locks", "tmp"):
-        shutil.rmtree(tmp_path / f".{name}")
+    with removed(tmp_path):
+        pass
     server.store.processes.on_beat()
     await server.push("policy", NEXT)
     await server.lifecycle.unload("policy", block=True)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 
-from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, NoFreeSlot
+from lora_plugins.errors import IncompatibleAdapter, NoFreeSlot
 from lora_plugins.events import AdapterLoaded, Event, Events, NotServed
 from lora_plugins.lifecycle.planner_client import AdapterStates, PlannerClient
 from lora_plugins.scheduler.messages import AdapterState
-from tests.lifecycle.simulated_engine import SimulatedEngine
+from tests.lifecycle.simulated_engine import SimulatedEngine, ask_all
 from tests.virtual_time import runs
 
 
@@ -32,14 +31,7 @@ class Engines:
     told: list[Event] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.client = PlannerClient(self.ask, Events(self.told.append))
-
-    async def ask(self, utility: str, arguments: tuple[Any, ...]) -> Mapping[int, Any]:
-        answers = await asyncio.gather(*(engine.ask(utility, arguments) for engine in self.engines))
-        return {number: answer[0] for number, answer in enumerate(answers)}
-
-    async def settled(self) -> None:
-        await asyncio.sleep(1)
+        self.client = PlannerClient(ask_all(self.engines), Events(self.told.append))
 
 
 @runs
@@ -53,20 +45,12 @@ async def test_a_load_is_of_every_engine_and_reported_once() -> None:
 
 
 @runs
-async def test_a_second_load_is_not_reported() -> None:
-    engines = Engines([SimulatedEngine()])
-    for _ in range(3):
-        await engines.client.load(Request())
+async def test_further_loads_are_the_first_one() -> None:
+    engines = Engines([SimulatedEngine(delay_s=0.1)])
+    await engines.client.load(Request())
+    await asyncio.gather(*(engines.client.load(Request()) for _ in range(10)))
     assert len(engines.told) == 1
     assert engines.engines[0].worker.loads.total() == 1
-
-
-@runs
-async def test_loads_at_once_are_one_load() -> None:
-    engines = Engines([SimulatedEngine(delay_s=0.1)])
-    await asyncio.gather(*(engines.client.load(Request()) for _ in range(10)))
-    assert engines.engines[0].worker.loads.total() == 1
-    assert engines.engines[0].worker.loaded == {1}
 
 
 @runs
@@ -98,7 +82,7 @@ async def test_a_pin_that_fails_in_one_engine_is_none() -> None:
     engines = Engines([SimulatedEngine(slots=3), SimulatedEngine(slots=1)])
     with pytest.raises(NoFreeSlot, match="1 slots, of which 0 are pinned"):
         await engines.client.pin(Request())
-    await engines.settled()
+    await asyncio.sleep(1)
     assert [engine.pinned for engine in engines.engines] == [set(), set()]
     assert not (await engines.client.states())(1).is_pinned
 
@@ -113,44 +97,11 @@ async def test_a_pin_is_in_every_engine_until_it_is_unpinned() -> None:
 
 
 @runs
-async def test_what_is_retired_goes_when_its_last_request_has_left() -> None:
-    engines = Engines([SimulatedEngine()])
-    (engine,) = engines.engines
-    await engines.client.load(Request())
-    running = [asyncio.create_task(engine.run(Request(), seconds)) for seconds in (1, 2)]
-    await asyncio.sleep(0.5)
-    retiring = asyncio.create_task(engines.client.retire(1))
-    await asyncio.sleep(1)
-    assert running[0].done()
-    assert not retiring.done()
-    assert engine.worker.loaded == {1}
-    await retiring
-    await running[1]
-    assert engine.worker.paths == {}
-
-
-@runs
 async def test_what_is_unknown_is_retired_at_once() -> None:
     engines = Engines([SimulatedEngine()])
     await engines.client.retire(7)
     await engines.client.retire(7, NoFreeSlot("gone"))
     assert (await engines.client.states())(7) == AdapterState(7, "")
-
-
-@pytest.mark.parametrize("refusal", [None, NoFreeSlot("unloaded", adapter="sql")])
-@runs
-async def test_a_late_request_is_refused_only_with_a_refusal(refusal: LoRAPluginsError | None) -> None:
-    engines = Engines([SimulatedEngine()])
-    (engine,) = engines.engines
-    await engines.client.load(Request())
-    await engines.client.retire(1, refusal)
-    if refusal is None:
-        await engine.run(Request(), 0.1)
-    else:
-        with pytest.raises(NoFreeSlot, match="unloaded"):
-            await engine.run(Request(), 0.1)
-    await engines.settled()
-    assert engine.worker.paths == {}, "and it leaves nothing"
 
 
 @runs
@@ -161,9 +112,9 @@ async def test_places_say_what_is_held_and_what_runs() -> None:
     for request in requests:
         await engines.client.load(request)
     tasks = [asyncio.create_task(engine.run(requests[0], 30, "a"))]
-    await engines.settled()
+    await asyncio.sleep(1)
     tasks.append(asyncio.create_task(engine.run(requests[1], 1, "b")))
-    await engines.settled()
+    await asyncio.sleep(1)
     state_of = await engines.client.states()
     assert (state_of(1).running, state_of(1).held) == (("a",), ())
     assert (state_of(2).running, state_of(2).held) == ((), ("b",))

@@ -904,7 +904,7 @@ def test_many_names_leave_others_their_turns(file: ServedFile) -> None:
 
 
 def test_restored_names_to_ask_for_have_no_task(file: ServedFile) -> None:
-    world, names = World(), [f"open-{number}" for number in range(1_000)]
+    world, names = World(), [f"open-{number}" for number in range(200)]
     listed(file, *(DesiredAdapter(name, last_digest=BEFORE.digest, last_place=PLACE) for name in names))
     world.resolver.versions[BEFORE.digest] = BEFORE
     world.resolver.hung |= set(names)

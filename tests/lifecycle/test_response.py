@@ -87,13 +87,18 @@ async def call(endpoint: Endpoint, method: str = "POST", **connection: Any) -> C
     return made
 
 
+def holding(answer: Callable[[], Response]) -> Endpoint:
+    """An endpoint whose answer is kept back until the engine has begun."""
+
+    async def endpoint(request: Request) -> Response:
+        present().is_held = True
+        return answer()
+
+    return endpoint
+
+
 def stream(
-    *,
-    holds: bool = True,
-    error: Exception | None = None,
-    after: int = 0,
-    raises: bool = False,
-    background: BackgroundTask | None = None,
+    *, holds: bool = True, error: Exception | None = None, after: int = 0, raises: bool = False, background: Any = None
 ) -> Endpoint:
     """An endpoint as vLLM's: a role first, then what the engine says in LATER_S; an error after so many outputs."""
 
@@ -119,25 +124,18 @@ def stream(
     return endpoint
 
 
+PARTS = [b"role ", b"0 ", b"1 ", b"2 ", b"done", b""]
 REFUSED = HTTPException(503, "no free slot", headers={"Retry-After": "1"})
 
 
+@pytest.mark.parametrize("raises", [False, True])
 @runs
-async def test_an_error_before_the_first_output_has_its_own_status() -> None:
-    seen = await call(stream(error=REFUSED))
+async def test_an_error_before_the_first_output_has_its_own_status(raises: bool) -> None:
+    seen = await call(stream(error=REFUSED, raises=raises))
     assert (seen.status, seen.text) == (503, '{"says":"no free slot"}')
-    assert seen.headers[b"retry-after"] == b"1"
-    assert seen.headers[b"content-type"] == b"application/json"
+    assert (seen.headers[b"retry-after"], seen.headers[b"content-type"]) == (b"1", b"application/json")
     assert seen.sent[-1].get("more_body", False) is False
     assert len(seen.sent) == 2, "nothing of the stream comes after it"
-
-
-@runs
-async def test_an_error_that_ends_the_stream_has_its_own_status() -> None:
-    seen = await call(stream(error=REFUSED, raises=True))
-    assert (seen.status, seen.text) == (503, '{"says":"no free slot"}')
-    assert seen.headers[b"retry-after"] == b"1"
-    assert len(seen.sent) == 2
 
 
 @pytest.mark.parametrize("holds", [True, False])
@@ -150,28 +148,27 @@ async def test_an_error_that_ends_a_begun_stream_is_raised(holds: bool) -> None:
 @runs
 async def test_a_stream_begins_with_the_engines_first_output() -> None:
     seen = await call(stream())
-    assert (seen.status, seen.parts) == (200, [b"role ", b"0 ", b"1 ", b"2 ", b"done", b""])
+    assert (seen.status, seen.parts) == (200, PARTS)
     assert seen.headers[b"content-type"].startswith(b"text/event-stream")
     assert min(seen.at) >= LATER_S
 
 
+@pytest.mark.parametrize(("holds", "method"), [(False, "POST"), (True, "GET")])
 @runs
-async def test_without_an_adapter_nothing_is_held() -> None:
-    seen = await call(stream(holds=False))
-    assert seen.parts == [b"role ", b"0 ", b"1 ", b"2 ", b"done", b""]
+async def test_without_an_adapter_or_a_post_nothing_is_held(holds: bool, method: str) -> None:
+    seen = await call(stream(holds=holds), method)
+    assert seen.parts == PARTS
     assert [at < LATER_S for at in seen.at] == [True, True, False, False, False, False, False]
 
 
+@pytest.mark.parametrize(
+    ("holds", "after", "text"),
+    [(True, 2, "role 0 1 error: no free slot done"), (False, 0, "role error: no free slot done")],
+)
 @runs
-async def test_an_error_after_the_first_output_stays_in_the_stream() -> None:
-    seen = await call(stream(error=REFUSED, after=2))
-    assert (seen.status, seen.text) == (200, "role 0 1 error: no free slot done")
-
-
-@runs
-async def test_without_an_adapter_an_error_stays_in_the_stream() -> None:
-    seen = await call(stream(holds=False, error=REFUSED))
-    assert (seen.status, seen.text) == (200, "role error: no free slot done")
+async def test_an_error_in_a_begun_stream_stays_there(holds: bool, after: int, text: str) -> None:
+    seen = await call(stream(holds=holds, error=REFUSED, after=after))
+    assert (seen.status, seen.text) == (200, text)
 
 
 @runs
@@ -180,21 +177,13 @@ async def test_a_stream_that_ends_without_an_output_is_sent() -> None:
         yield "role "
         yield "done"
 
-    async def endpoint(request: Request) -> Response:
-        present().is_held = True
-        return StreamingResponse(outputs())
-
-    seen = await call(endpoint)
+    seen = await call(holding(lambda: StreamingResponse(outputs())))
     assert (seen.status, seen.text) == (200, "role done")
 
 
 @runs
 async def test_a_whole_response_passes_in_one_piece() -> None:
-    async def endpoint(request: Request) -> Response:
-        present().is_held = True
-        return PlainTextResponse("all of it", status_code=201)
-
-    seen = await call(endpoint)
+    seen = await call(holding(lambda: PlainTextResponse("all of it", status_code=201)))
     assert (seen.status, seen.text) == (201, "all of it")
 
 
@@ -233,22 +222,11 @@ async def test_a_client_that_goes_away_ends_what_is_held() -> None:
         finally:
             ended.append("ended")
 
-    async def endpoint(request: Request) -> Response:
-        present().is_held = True
-        return StreamingResponse(outputs())
-
     with suppress(BaseExceptionGroup):
-        seen = await call(endpoint, hangs_up_after_s=LATER_S)
+        seen = await call(holding(lambda: StreamingResponse(outputs())), hangs_up_after_s=LATER_S)
         assert seen.sent == [], "it was never begun"
     assert ended == ["ended"]
     assert asyncio.get_running_loop().time() == pytest.approx(LATER_S)
-
-
-@runs
-async def test_other_methods_are_left_alone() -> None:
-    seen = await call(stream(), "GET")
-    assert min(seen.at) < LATER_S
-    assert seen.parts == [b"role ", b"0 ", b"1 ", b"2 ", b"done", b""]
 
 
 @runs
@@ -268,8 +246,3 @@ async def test_websockets_and_what_is_no_connection_pass() -> None:
         await AnswerForAdapters(app, nobody)({"type": kind}, seen.receive, seen.send)
     assert passed == ["websocket", "lifespan"]
     assert len(seen.sent) == 2
-
-
-def test_where_there_is_no_request_nobody_is_told() -> None:
-    present().is_held = True
-    assert not present().is_held

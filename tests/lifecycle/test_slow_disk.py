@@ -17,7 +17,7 @@ import pytest
 import lora_plugins
 from tests.lifecycle.test_faults import OLD, OPERATIONS, Operation, Server
 
-SLOW_S = 0.05
+SLOW_S = 0.005
 CALLS = ("mkdir", "link", "rename", "replace", "unlink", "rmdir", "utime", "chmod", "fsync", "scandir", "listdir")
 PACKAGE, TESTS = os.path.dirname(lora_plugins.__file__), os.path.dirname(os.path.dirname(__file__))
 # These sleep as long as a server waits before it tries again.

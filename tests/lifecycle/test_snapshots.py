@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import os
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -62,8 +64,6 @@ class Bed:
         return str((await self.snapshots.of(self.request(engine_id, path, **more))).lora_path)
 
     async def alpha(self, *args: Any, **more: Any) -> int:
-        import json
-
         return int(json.loads((Path(await self.path(*args, **more)) / CONFIG_FILE).read_text())["lora_alpha"])
 
     async def add(self, fails: Exception | None = None, **more: Any) -> str:
@@ -85,18 +85,17 @@ def bed(tmp_path: Path) -> Bed:
     return Bed(tmp_path)
 
 
-Test = Callable[[Bed], Coroutine[Any, Any, None]]
+def runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test, and what it asks pytest for, with one thread for files."""
 
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        async def with_one_thread() -> None:
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+            await test(**fixtures)
 
-def runs(test: Test) -> Callable[[Bed], None]:
-    async def with_one_thread(bed: Bed) -> None:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        await test(bed)
+        asyncio.run(with_one_thread())
 
-    def run(bed: Bed) -> None:
-        asyncio.run(with_one_thread(bed))
-
-    run.__name__, run.__doc__ = test.__name__, test.__doc__
     return run
 
 
@@ -154,18 +153,16 @@ async def test_what_is_no_directory_is_left_as_it_is(bed: Bed) -> None:
 
 
 @pytest.mark.parametrize("path", ["simon_lora_path", "", "not/there/at/all", "team/sql"])
-def test_an_id_that_the_engines_hold_is_asked_once(bed: Bed, path: str) -> None:
-    async def ask() -> None:
-        bed.held = {1}
-        request = Request("policy", 1, path)
-        taken = {(await bed.snapshots.of(request)).lora_path for _ in range(3)}
-        assert taken == {os.path.join("/dev/null", path)}, "no worker finds it, nor asks the Hub"
-        assert (request.lora_path, bed.questions) == (path, 1)
-        bed.snapshots.forget(1)
-        await bed.snapshots.of(request)
-        assert bed.questions == 2, "removed, and given again"
-
-    asyncio.run(ask())
+@runs
+async def test_an_id_that_the_engines_hold_is_asked_once(bed: Bed, path: str) -> None:
+    bed.held = {1}
+    request = Request("policy", 1, path)
+    taken = {(await bed.snapshots.of(request)).lora_path for _ in range(3)}
+    assert taken == {os.path.join("/dev/null", path)}, "no worker finds it, nor asks the Hub"
+    assert (request.lora_path, bed.questions) == (path, 1)
+    bed.snapshots.forget(1)
+    await bed.snapshots.of(request)
+    assert bed.questions == 2, "removed, and given again"
 
 
 @runs
@@ -197,22 +194,24 @@ async def test_added_tensors_are_known_without_a_question(bed: Bed) -> None:
         assert taken.lora_path == "simon_lora_path"
     assert await bed.path(path="team/sql") == "/dev/null/team/sql"
     assert bed.questions == 0
+    bed.held = {1}
+    assert await bed.add(path="simon_lora_path") == "/dev/null/simon_lora_path"
+    bed.held = set()
+    with pytest.raises(InvalidAdapter, match="no directory here"):  # engines cannot load lost tensors again
+        await bed.add(path="simon_lora_path")
 
 
 @pytest.mark.parametrize("path", ["simon_lora_path", "team/sql"])
-def test_a_held_id_is_added_at_any_path(bed: Bed, path: str) -> None:
+@runs
+async def test_a_held_id_is_added_at_any_path(bed: Bed, path: str) -> None:
     """As in vLLM, which reads nothing where the engine has the id; also before a request has named the id."""
-
-    async def add() -> None:
-        bed.held = {1}
-        assert {await bed.add(path=path) for _ in range(2)} == {f"/dev/null/{path}"}
-        assert await bed.path(path=path) == f"/dev/null/{path}"
-        with pytest.raises(InvalidAdapter, match="no directory here"):
-            await bed.add(path="simon_lora_path", load_inplace=True)
-        copy = await bed.add()
-        assert await bed.add(path=path) == copy, "the copy that was added"
-
-    asyncio.run(add())
+    bed.held = {1}
+    assert {await bed.add(path=path) for _ in range(2)} == {f"/dev/null/{path}"}
+    assert await bed.path(path=path) == f"/dev/null/{path}"
+    with pytest.raises(InvalidAdapter, match="no directory here"):
+        await bed.add(path="simon_lora_path", load_inplace=True)
+    copy = await bed.add()
+    assert await bed.add(path=path) == copy, "the copy that was added"
 
 
 @runs
@@ -226,18 +225,6 @@ async def test_what_workers_have_lost_is_asked_again(bed: Bed) -> None:
     bed.snapshots.refused(taken, AdapterNotFound("no such directory in this worker"))
     with pytest.raises(InvalidAdapter, match="no directory here"):
         await bed.path(path="simon_lora_path")
-
-
-@runs
-async def test_tensors_that_workers_have_lost_are_not_added(bed: Bed) -> None:
-    """Engines cannot load tensors again, so that the id alone adds nothing."""
-    bed.held = {1}
-    async with bed.snapshots.adding(TensorRequest("policy", 1, "simon_lora_path")):
-        pass
-    assert await bed.add(path="simon_lora_path") == "/dev/null/simon_lora_path"
-    bed.held = set()
-    with pytest.raises(InvalidAdapter, match="no directory here"):
-        await bed.add(path="simon_lora_path")
 
 
 @runs
@@ -304,14 +291,6 @@ async def test_what_the_engine_refuses_is_read_again(bed: Bed) -> None:
 
 
 @runs
-async def test_a_client_that_is_gone_leases_nothing(bed: Bed) -> None:
-    for engine_id in (1, 2):
-        await bed.add(engine_id=engine_id)
-    bed.snapshots.forget_all()
-    assert await bed.leased() == 0
-
-
-@runs
 async def test_two_versions_of_an_id_are_leased_at_most(bed: Bed) -> None:
     for alpha in (1, 2, 2, 3):
         bed.publish(alpha)
@@ -319,6 +298,10 @@ async def test_two_versions_of_an_id_are_leased_at_most(bed: Bed) -> None:
     assert await bed.leased() == 2
     bed.snapshots.forget(1)
     assert await bed.leased() == 0
+    for engine_id in (1, 2):
+        await bed.add(engine_id=engine_id)
+    bed.snapshots.forget_all()
+    assert await bed.leased() == 0, "the client is gone"
 
 
 @runs
@@ -340,14 +323,11 @@ async def test_who_comes_after_a_change_sees_it(bed: Bed) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_what_was_used_longest_ago_is_forgotten(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+@runs
+async def test_what_was_used_longest_ago_is_forgotten(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "REMEMBERED", 2)
-
-    async def use() -> None:
-        for engine_id in (1, 2, 1, 3):
-            await bed.path(engine_id)
-        bed.publish(2)
-        assert [await bed.alpha(engine_id) for engine_id in (1, 3, 2)] == [1, 1, 2]
-        assert await bed.leased() == 2
-
-    asyncio.run(use())
+    for engine_id in (1, 2, 1, 3):
+        await bed.path(engine_id)
+    bed.publish(2)
+    assert [await bed.alpha(engine_id) for engine_id in (1, 3, 2)] == [1, 1, 2]
+    assert await bed.leased() == 2

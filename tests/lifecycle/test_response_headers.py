@@ -1,20 +1,28 @@
-"""The header that says which version of an adapter computed a response."""
+"""The headers that say which version of an adapter computed a response, and that its base model is another."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from itertools import zip_longest
 
 import pytest
 from starlette.applications import Starlette
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route, WebSocketRoute
+from starlette.routing import Route
 from starlette.testclient import TestClient
-from starlette.websockets import WebSocket
 
-from lora_plugins.lifecycle.response import HEADER, AnswerForAdapters, Span, fingerprint, present, together
+from lora_plugins.lifecycle.response import (
+    HEADER,
+    WARNING_HEADER,
+    AnswerForAdapters,
+    Span,
+    fingerprint,
+    present,
+    together,
+)
 
 OLD, NEW = "a1" * 32, "b2" * 32
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -26,10 +34,12 @@ def client_of(endpoint: Endpoint) -> TestClient:
     return TestClient(app)
 
 
-def answering(*digests: str | None, status: int = 200) -> Endpoint:
+def answering(*digests: str | None, status: int = 200, warnings: Sequence[str] = ()) -> Endpoint:
+    """Answers of these versions; each has the warning in its place."""
+
     async def endpoint(request: Request) -> Response:
-        for digest in digests:
-            present().note_version(digest)
+        for digest, warning in zip_longest(digests, warnings):
+            present().note_version(digest, warnings=() if warning is None else (warning,))
         return JSONResponse({}, status)
 
     return endpoint
@@ -37,28 +47,28 @@ def answering(*digests: str | None, status: int = 200) -> Endpoint:
 
 @pytest.mark.parametrize(
     ("digests", "said"),
-    [
-        ((OLD,), OLD),
-        ((OLD, OLD), OLD),
-        ((), None),
-        ((None,), None),
-        ((OLD, NEW), None),
-        ((OLD, None), None),
-        ((None, OLD), None),
-    ],
+    [([OLD], OLD), ([OLD, OLD], OLD), *((some, None) for some in ([], [None], [OLD, NEW], [OLD, None], [None, OLD]))],
 )
 def test_only_one_version_alone_is_said(digests: Sequence[str | None], said: str | None) -> None:
-    assert client_of(answering(*digests)).post("/").headers.get(HEADER) == said
+    seen = client_of(answering(*digests)).post("/").headers
+    assert (seen.get(HEADER), WARNING_HEADER in seen) == (said, False)
 
 
-@pytest.mark.parametrize("status", [400, 404, 500, 503])
-def test_errors_say_no_version(status: int) -> None:
-    seen = client_of(answering(OLD, status=status)).post("/")
-    assert (seen.status_code, HEADER in seen.headers) == (status, False)
+@pytest.mark.parametrize("status", [400, 503])
+def test_errors_say_no_version_and_no_warning(status: int) -> None:
+    seen = client_of(answering(OLD, status=status, warnings=["trained on another"])).post("/")
+    assert (seen.status_code, {HEADER, WARNING_HEADER} & {*seen.headers}) == (status, set())
 
 
-def test_other_methods_say_no_version() -> None:
-    assert HEADER not in client_of(answering(OLD)).get("/").headers
+def test_several_versions_say_each_warning_once() -> None:
+    said = client_of(answering(OLD, NEW, OLD, warnings=["one", "two", "one"])).post("/").headers
+    assert said[WARNING_HEADER] == "one; two"
+
+
+def test_a_warning_is_one_line_of_ascii() -> None:
+    said = client_of(answering(OLD, warnings=["a\r\nx-other: é\u2028" + "long " * 1000])).post("/").headers
+    assert said[WARNING_HEADER].startswith(r"a\r\nx-other: \xe9\u2028long")
+    assert (said[HEADER], len(said[WARNING_HEADER]), "x-other" in said) == (OLD, 1000, False)
 
 
 def test_other_headers_and_the_body_stay() -> None:
@@ -83,14 +93,11 @@ def streaming(*, fills: bool) -> Endpoint:
     return endpoint
 
 
-def test_a_stream_says_it_before_and_in_every_part() -> None:
-    seen = client_of(streaming(fills=True)).post("/")
-    assert (seen.headers[HEADER], seen.text) == (OLD, f"{OLD} " * 3)
-
-
-def test_where_vllm_has_a_fingerprint_ours_stays_out() -> None:
-    seen = client_of(streaming(fills=False)).post("/")
-    assert (seen.headers[HEADER], seen.text) == (OLD, "None " * 3)
+@pytest.mark.parametrize("fills", [True, False])
+def test_a_stream_says_it_before_and_in_every_part(*, fills: bool) -> None:
+    """Ours stays out where vLLM has a fingerprint."""
+    seen = client_of(streaming(fills=fills)).post("/")
+    assert (seen.headers[HEADER], seen.text) == (OLD, f"{OLD if fills else None} " * 3)
 
 
 def test_middleware_that_uses_tasks_of_its_own_changes_nothing() -> None:
@@ -129,26 +136,9 @@ def test_requests_at_once_each_say_their_own() -> None:
     assert asyncio.run(both()) == [[(HEADER.encode(), OLD.encode())], [(HEADER.encode(), NEW.encode())]]
 
 
-def test_a_websocket_is_left_alone() -> None:
-    async def echo(socket: WebSocket) -> None:
-        present().note_version(OLD)
-        await socket.accept()
-        await socket.send_text(str(fingerprint()))
-        await socket.close()
-
-    app = Starlette(routes=[WebSocketRoute("/", echo)])
-    app.add_middleware(AnswerForAdapters, answer=None)  # type: ignore[arg-type]
-    with TestClient(app).websocket_connect("/") as socket:
-        assert socket.receive_text() == "None"
-
-
 @pytest.mark.parametrize(
     ("spans", "said"),
-    [
-        ([(NEW, 0)], NEW),
-        ([(OLD, 0), (NEW, 3)], OLD),
-        ([(OLD, 0), (NEW, 0)], None),
-    ],
+    [([(NEW, 0)], NEW), ([(OLD, 0), (NEW, 3)], OLD), ([(OLD, 0), (NEW, 0)], None)],
     ids=["moved before it began", "moved", "two prompts"],
 )
 def test_the_header_says_what_computed_the_beginning(spans: list[Span], said: str | None) -> None:
