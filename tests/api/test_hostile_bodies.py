@@ -25,31 +25,16 @@ __all__ = ["take"]  # the fixture
 TAR, PARTS = "application/x-tar", FORMS["parts"][0]
 CONFIG_ONLY, WEIGHTS_ONLY = ({name: FILES[name]} for name in (CONFIG_FILE, WEIGHTS_FILE))
 ZEROS = bytes(512)
-PAX_FIELDS = [
-    b"path=a/adapter_config.json",
-    b"path=b/adapter_model.safetensors/",
-    b"path=",
-    b"size=0",
-    b"size=1000",
-    b"size=",
-    b"GNU.sparse.map=0,10",
-    b"GNU.sparse.size=5000",
-    b"GNU.sparse.name=adapter_config.json",
-    b"comment=x",
-    b"hdrcharset=BINARY",
-    b"path=x\0y",
-]
+PAX_FIELDS = b"path=a/adapter_config.json path=b/adapter_model.safetensors/ path= size=0 size=1000 size=".split()
+PAX_FIELDS += b"GNU.sparse.map=0,10 GNU.sparse.size=5000 GNU.sparse.name=adapter_config.json hdrcharset=BINARY".split()
+PAX_FIELDS += [b"comment=x", b"path=x\0y"]
 LONG_NAMES = [b"adapter_config.json\0", b"adapter_config.json\0evil", b"a/adapter_model.safetensors", b"x/\0", b""]
 FILE_NAMES = [b"../adapter_config.json", b"/adapter_config.json/", b"Adapter_config.json", b"adapter_config.json\0evil"]
 FILE_NAMES += ["adapter＿config.json".encode(), b"a/adapter_model.safetensors"]
 SIZES = [b"%011o\0" % 1000, b"\x80" + bytes(9) + b"\x07\xff", b"\xff" * 12, b"-0000000001\0", b" 17 \0", b"1_0\0"]
 LINES = [b"\r", b"\n", b"\r\n", b"--", b"--b0undary", b"\r\n--b0undary--", b"\r\n--b0undary\r\n", b"\0", b"\xff", b": "]
-LINES += [
-    b"\r\n\r\n",
-    b'filename="adapter_config.json"',
-    b"A: " + b"x" * 5000,
-    b"Content-Transfer-Encoding: base64\r\n",
-]
+LINES += [b"\r\n\r\n", b'filename="adapter_config.json"', b"A: " + b"x" * 5000]
+LINES += [b"Content-Transfer-Encoding: base64\r\n"]
 JSON = [b"\\ud800", b'"', b"{", b"}", b",", b"0", b"\\u0000", b"\xc3\xa9", b"null", b"9" * 20, b'"__metadata__":{},']
 
 
@@ -133,7 +118,7 @@ def read_tar(body: bytes) -> dict[str, bytes]:
 
 def changed_tar(random: random.Random) -> bytes:
     made = [archive({"README.md": b"x" * 700, **FILES}), archive(FILES, mtime=1), archive(FILES, folder=LONG)]
-    made.append(archive(FILES, mtime=1, folder=LONG, form=tarfile.GNU_FORMAT))
+    made.append(archive(FILES, mtime=1, folder=LONG, format=tarfile.GNU_FORMAT))
     body = bytearray(random.choice(made))
     for _ in range(random.randrange(1, 4)):
         headers = [at for at in range(0, len(body), 512) if body[at + 257 : at + 262] == b"ustar"] or [0]
@@ -174,13 +159,8 @@ def read_parts(body: bytes) -> dict[str, bytes]:
             return files
         fields, blank, content = piece.partition(b"\r\n\r\n")
         names = re.findall(rb'filename="([^"\r\n]*)"', fields)
-        if (
-            first.strip()
-            or not blank
-            or len(names) != 1
-            or fields.count(b"\r\n") != 1
-            or not fields.startswith(b"\r\n")
-        ):
+        is_plain = blank and len(names) == 1 and fields.count(b"\r\n") == 1 and fields.startswith(b"\r\n")
+        if first.strip() or not is_plain:
             raise ValueError(piece)
         files[names[0].decode()] = content
     raise ValueError("no end")
@@ -219,7 +199,7 @@ def test_changed_bodies_are_refused_or_read_as_others_do(tmp_path: Path, take, f
     content_type, change, read = CHANGED[form]
     accepted, opened = 0, len(os.listdir("/proc/self/fd"))
     errors: list[InvalidAdapter] = []
-    for seed in range(times(5_000, short=200)):
+    for seed in range(times(5_000, short=80)):
         body = change(random.Random(seed))
         found: list[dict[str, bytes] | None] = []
         for piece_bytes in (1 << 20, 37 + seed % 600):
@@ -244,7 +224,7 @@ def test_changed_bodies_are_refused_or_read_as_others_do(tmp_path: Path, take, f
     assert len(os.listdir("/proc/self/fd")) == opened
 
 
-def test_a_header_of_100_mb_takes_little_time(take) -> None:
+def test_a_header_of_many_tensors_takes_little_time(take) -> None:
     """8 million members once took 27 s and 1 GB of the API server; the process that verifies would refuse them."""
     members = b",".join(b'"%x":{}' % number for number in range(2_500_000))
     body = (len(members) + 2).to_bytes(8, "little") + b"{" + members + b"}"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
+import httpx
 import pytest
 from fastapi.responses import Response
 
@@ -25,6 +24,7 @@ from lora_plugins.lifecycle.served_file import ServedFile
 from lora_plugins.settings import Settings
 from tests.cli.admin_server import KEY, AdminServer, admin_server
 from tests.lifecycle.world import Request, Version, World
+from tests.repetitions import times
 
 NAMES = [f"{letter}/é &{number}" for letter in "cab" for number in range(3)]
 
@@ -50,13 +50,14 @@ def put(world: World, name: str, engine_id: int) -> None:
     world.lifecycle.registry.put(ServedAdapter(name, request, version))  # type: ignore[arg-type]
 
 
+def get(server: AdminServer, query: str) -> httpx.Response:
+    return httpx.get(f"{server.url}/v1/loras{query}", headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+
+
 def ask(server: AdminServer, query: str = "") -> dict[str, Any]:
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
-    connection.request("GET", f"/v1/loras{query}", headers={"Authorization": f"Bearer {KEY}"})
-    with connection.getresponse() as answer:
-        content = json.loads(answer.read())
-        assert (answer.status, answer.getheader("content-type")) == (200, "application/json"), content
-        return dict(content)
+    answer = get(server, query)
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json"), answer.text
+    return dict(answer.json())
 
 
 def test_names_are_listed_in_their_order(server: AdminServer) -> None:
@@ -67,7 +68,7 @@ def test_names_are_listed_in_their_order(server: AdminServer) -> None:
     assert (listed["count"], listed["next"], listed["declared"]) == (11, None, None)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 5, 10, 11, 12, MAX_LIMIT])
+@pytest.mark.parametrize("limit", [1, 5, 10, 11, MAX_LIMIT])
 def test_the_pages_together_are_the_list(server: AdminServer, limit: int) -> None:
     pages = [ask(server, f"?limit={limit}")]
     while pages[-1]["next"] is not None:
@@ -79,10 +80,7 @@ def test_the_pages_together_are_the_list(server: AdminServer, limit: int) -> Non
 
 @pytest.mark.parametrize("query", ["?limit=0", "?limit=1001", "?limit=x"])
 def test_a_limit_that_cannot_be_is_refused(server: AdminServer, query: str) -> None:
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
-    connection.request("GET", f"/v1/loras{query}", headers={"Authorization": f"Bearer {KEY}"})
-    with connection.getresponse() as answer:
-        assert answer.status in (400, 422)
+    assert get(server, query).status_code in (400, 422)
 
 
 def test_the_command_line_follows_the_pages(server: AdminServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,9 +98,9 @@ def test_the_command_line_follows_the_pages(server: AdminServer, monkeypatch: py
 
 
 def test_others_have_a_turn_every_200_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a page of 1,000 names, and of a declared set of 20,000; the store is asked in threads."""
-    path = tmp_path / "adapters.yaml"
-    path.write_text("adapters:\n" + "".join(f"  - name: declared-{n}\n" for n in range(20_000)))
+    """Of a page of 1,000 names, and of a large declared set; the store is asked in threads."""
+    count, path = times(20_000, short=3_000), tmp_path / "adapters.yaml"
+    path.write_text("adapters:\n" + "".join(f"  - name: declared-{n}\n" for n in range(count)))
     asked: set[threading.Thread] = set()
 
     async def run() -> tuple[int, Response]:
@@ -114,28 +112,27 @@ def test_others_have_a_turn_every_200_rows(tmp_path: Path, monkeypatch: pytest.M
         )
         for number in range(2_000):
             put(world, f"adapter-{number}", number + 1)
-        settings = Settings(adapters_file=path)
-        reconciler = Reconciler(world.lifecycle, settings, ServedFile(tmp_path / "served.json"), Events())
+        served = ServedFile(tmp_path / "served.json")
+        reconciler = Reconciler(world.lifecycle, Settings(adapters_file=path), served, Events())
         await reconciler.start()
-        turns, is_over = 0, False
+        turns = 0
 
         async def turn() -> None:
             nonlocal turns
-            while not is_over:
+            while True:
                 turns += 1
                 await asyncio.sleep(0)
 
         turning = asyncio.create_task(turn())
         answer = await routes.list_all(world.lifecycle, reconciler)
-        is_over = True
-        await turning
+        turning.cancel()
         return turns, answer
 
     turns, answer = asyncio.run(run())
-    assert turns >= 1_000 / 200 + 20_000 / 200 * 2, "rows are made, and written as JSON"
+    assert turns >= 1_000 / 200 + count / 200 * 2, "rows are made, and written as JSON"
     listed = AdapterList.model_validate_json(bytes(answer.body))
     assert (len(listed.loras), listed.count) == (1_000, 2_000)
     assert listed.declared is not None
-    assert [one.lora_name for one in listed.declared.loras] == [f"declared-{n}" for n in range(20_000)]
+    assert [one.lora_name for one in listed.declared.loras] == [f"declared-{n}" for n in range(count)]
     assert bytes(answer.body).decode() == listed.model_dump_json()
     assert threading.main_thread() not in asked, "a file system may be slow"

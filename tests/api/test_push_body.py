@@ -46,15 +46,10 @@ def parts(files: dict[str, bytes], *, end: str = "--") -> bytes:
 
 
 def archive(
-    files: dict[str, bytes],
-    *,
-    mtime: float = 0.5,
-    kind: bytes = tarfile.REGTYPE,
-    folder: str = "adapter",
-    form: int = tarfile.PAX_FORMAT,
+    files: dict[str, bytes], *, mtime: float = 0.5, kind: bytes = tarfile.REGTYPE, folder: str = "adapter", **form: int
 ) -> bytes:
     made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w", format=form) as tar:
+    with tarfile.open(fileobj=made, mode="w", **({"format": tarfile.PAX_FORMAT} | form)) as tar:
         for name, data in files.items():
             info = tarfile.TarInfo(f"{folder}/{name}")
             info.size, info.mtime, info.type = len(data) if kind == tarfile.REGTYPE else 0, mtime, kind
@@ -75,7 +70,7 @@ FORMS: dict[str, tuple[str, bytes]] = {
     "parts": (f"multipart/form-data; boundary={BOUNDARY}", parts(FILES)),
     "archive": ("application/x-tar", archive({"README.md": b"x" * 700, **FILES, "trainer_state.json": b"{}"})),
     "archive of long names": ("application/x-tar", archive({"README.md": b"", **FILES}, folder=LONG)),
-    "GNU archive of long names": ("application/x-tar", archive(FILES, mtime=1, folder=LONG, form=tarfile.GNU_FORMAT)),
+    "GNU archive of long names": ("application/x-tar", archive(FILES, mtime=1, folder=LONG, format=tarfile.GNU_FORMAT)),
     "archive of whole seconds": ("application/x-tar", archive(FILES, mtime=1)),
 }
 
@@ -105,17 +100,18 @@ def arrived(tmp_path: Path) -> dict[str, bytes]:
     return content(tmp_path / "arrived")
 
 
+def meaning(files: dict[str, bytes]) -> dict[str, object]:
+    """An adapter's files, whatever the order of the keys of its JSON."""
+    tensors = {name: it.tobytes() for name, it in load(files[WEIGHTS_FILE]).items()}
+    return {**files, CONFIG_FILE: json.loads(files[CONFIG_FILE]), WEIGHTS_FILE: tensors}
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("piece_bytes", [1, 7, 513, 1 << 20])
 def test_each_form_arrives_whole_in_any_pieces(tmp_path: Path, take, form: str, piece_bytes: int) -> None:
     content_type, body = FORMS[form]
     assert take(body, content_type, piece_bytes=piece_bytes) == hashlib.sha256(body).hexdigest()
-    files = arrived(tmp_path)
-    assert files.keys() == FILES.keys()
-    assert json.loads(files[CONFIG_FILE]) == json.loads(FILES[CONFIG_FILE])
-    assert {name: it.tobytes() for name, it in load(files[WEIGHTS_FILE]).items()} == {
-        name: it.tobytes() for name, it in load(FILES[WEIGHTS_FILE]).items()
-    }
+    assert meaning(arrived(tmp_path)) == meaning(FILES)
 
 
 @pytest.mark.parametrize("form", ["parts", "archive"])
@@ -209,7 +205,7 @@ def test_one_file_is_open_at_a_time(tmp_path: Path, take, form: str, monkeypatch
     most, opens = [0], aiofiles.open
 
     def counted(*given: object) -> object:
-        most[0] = max(most[0], sum(str(tmp_path) in os.readlink(it.path) for it in open_descriptors()))
+        most[0] = max(most[0], sum(str(tmp_path) in it for it in open_files()))
         return opens(*given)  # type: ignore[call-overload]
 
     monkeypatch.setattr(aiofiles, "open", counted)
@@ -218,11 +214,10 @@ def test_one_file_is_open_at_a_time(tmp_path: Path, take, form: str, monkeypatch
     assert most[0] == 0, "the file before is closed"
 
 
-def open_descriptors() -> Iterator[os.DirEntry[str]]:
+def open_files() -> Iterator[str]:
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
-            os.readlink(entry.path)
-            yield entry
+            yield os.readlink(entry.path)
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -278,10 +273,10 @@ def test_content_digest_is_compared(take, header: str) -> None:
         take(ONE_FILE, "", content_digest=header.format(digest_header(b"", "sha-256")))
 
 
-@pytest.mark.parametrize("algorithms", [("sha-256",), ("sha-512",), ("sha-512", "sha-256")])
-def test_another_content_digest_is_refused(take, algorithms: tuple[str, ...]) -> None:
-    with pytest.raises(InvalidAdapter, match=r"another sha-.*the one of Content-Digest"):
-        take(ONE_FILE, "", content_digest=digest_header(ONE_FILE + b"x", *algorithms))
+def test_another_content_digest_is_refused(take) -> None:
+    for algorithms in (["sha-256"], ["sha-512"], ["sha-512", "sha-256"]):
+        with pytest.raises(InvalidAdapter, match=r"another sha-.*the one of Content-Digest"):
+            take(ONE_FILE, "", content_digest=digest_header(ONE_FILE + b"x", *algorithms))
 
 
 def test_a_content_coding_is_refused_by_name(take) -> None:

@@ -7,7 +7,7 @@ import http.client
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -16,9 +16,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from lora_plugins.adapter.chat import GENERATION_FILE, TEMPLATE_FILE, TOKENIZER_FILE
+from lora_plugins.adapter.names import MIN_PREFIX
 from lora_plugins.api.access.policy import Policy
+from lora_plugins.api.models import RollbackRequest
 from lora_plugins.errors import LoRAPluginsError, SlowBody, SourceUnavailable, error_of
 from lora_plugins.lifecycle.arrivals import Body
 from lora_plugins.lifecycle.lifecycle import Lifecycle
@@ -43,20 +46,25 @@ pushes = ["sql-*"]
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[AdminServer]:
-    with admin_server(policy=TRAINERS, metrics=False) as running:
+    with admin_server(policy=TRAINERS, metrics=False) as running, httpx.Client(timeout=60) as client:
+        client.base_url, running.client = running.url, client
         yield running
 
 
-def post(server: AdminServer, path: str, *if_match: str, body: str = "", key: str = KEY) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
-    connection.putrequest("POST", f"/v1/loras{path}")
-    headers: Sequence[tuple[str, str]] = [("If-Match", text) for text in if_match]
-    more = [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
-    for name, value in (*headers, ("Authorization", f"Bearer {key}"), *more):
-        connection.putheader(name, value)
-    connection.endheaders(body.encode())
-    with connection.getresponse() as answer:
-        return answer.status, answer.read().decode()
+def asked(
+    server: AdminServer, method: str, path: str, *if_match: str, key: str = KEY, **more: Any
+) -> tuple[int, str, httpx.Response]:
+    headers = [("Authorization", f"Bearer {key}"), *(("If-Match", text) for text in if_match)]
+    answer = server.client.request(method, f"/v1/loras{path}", headers=headers, **more)
+    return answer.status_code, answer.text, answer
+
+
+def post(server: AdminServer, path: str, *if_match: str, **more: Any) -> tuple[int, str]:
+    return asked(server, "POST", path, *if_match, **more)[:2]
+
+
+def load(server: AdminServer, name: str, *if_match: str) -> tuple[int, str]:
+    return post(server, "", *if_match, json={"lora_name": name})
 
 
 @pytest.fixture
@@ -64,44 +72,41 @@ def name(server: AdminServer, request: pytest.FixtureRequest) -> str:
     """An adapter that is served as OLD, with NEW at its source."""
     name = f"sql-{abs(hash(request.node.name))}"
     server.publish(name, "a")
-    assert post(server, "", body=f'{{"lora_name": "{name}"}}')[0] == 200
+    assert load(server, name)[0] == 200
     server.publish(name, "b")
     return name
 
 
 @pytest.mark.parametrize("text", [OLD, f'"{OLD}"', "*"])
 def test_the_served_digest_and_a_star_match(server, name, text):
+    for other in (NEW, f'"{NEW}"'):
+        status, said = post(server, f"/{name}/refresh", other)
+        assert (status, "[L010]" in said, OLD in said) == (412, True, True)
     status, said = post(server, f"/{name}/refresh", text)
     assert (status, NEW in said) == (200, True)
-
-
-@pytest.mark.parametrize("text", [NEW, f'"{NEW}"'])
-def test_another_digest_changes_nothing(server, name, text):
-    status, said = post(server, f"/{name}/refresh", text)
-    assert (status, "[L010]" in said, OLD in said) == (412, True, True)
 
 
 QUOTING = ['""', '"', f'"{OLD[:12]}"', f'W/"{OLD}"', f'"{OLD}', f'{OLD}"', '"*"']
 WRONG = ["", OLD[:12], OLD.upper(), f"{OLD}, {NEW}", "undefined", *QUOTING]
 
 
-@pytest.mark.parametrize("texts", [*((text,) for text in WRONG), (OLD, NEW), (OLD, OLD)])
 @pytest.mark.parametrize("change", ["load", "refresh", "rollback"])
-def test_what_is_no_digest_is_refused(server, name, texts, change):
-    path, body = ("", f'{{"lora_name": "{name}"}}') if change == "load" else (f"/{name}/{change}", "")
-    status, said = post(server, path, *texts, body=body)
-    assert (status, "found If-Match:" in said) == (400, True)
+def test_what_is_no_digest_is_refused(server, name, change):
+    path, body = ("", {"lora_name": name}) if change == "load" else (f"/{name}/{change}", None)
+    for texts in (*((text,) for text in WRONG), (OLD, NEW), (OLD, OLD)):
+        status, said = post(server, path, *texts, json=body)
+        assert (status, "found If-Match:" in said) == (400, True), texts
     assert post(server, f"/{name}/refresh", OLD)[0] == 200, "nothing has changed"
 
 
 def test_a_pusher_rolls_back_to_versions_of_its_name(server, name):
     others, absent = "cc" * 32, "dd" * 32
     server.publish("operators", "c")
-    assert post(server, "", body='{"lora_name": "operators"}')[0] == 200
+    assert load(server, "operators")[0] == 200
     assert post(server, f"/{name}/refresh")[0] == 200
 
     def roll_back(digest: str, key: str) -> tuple[int, str]:
-        return post(server, f"/{name}/rollback", body=f'{{"digest": "{digest}"}}', key=key)
+        return post(server, f"/{name}/rollback", json={"digest": digest}, key=key)
 
     refused = roll_back(others, TRAINER_KEY)
     assert (refused[0], "[L002]" in refused[1]) == (404, True)
@@ -113,9 +118,8 @@ def test_a_pusher_rolls_back_to_versions_of_its_name(server, name):
 
 def test_a_pusher_blocks_served_names_only(server, name):
     def block(blocked: str, key: str) -> tuple[int, bool]:
-        headers = {"Authorization": f"Bearer {key}"}
-        answer = httpx.delete(f"{server.url}/v1/loras/{blocked}?block=true", headers=headers)
-        return answer.status_code, blocked in server.world.lifecycle.registry.blocked
+        status, *_ = asked(server, "DELETE", f"/{blocked}?block=true", key=key)
+        return status, blocked in server.world.lifecycle.registry.blocked
 
     assert block(f"{name}-unknown", TRAINER_KEY) == (404, False)
     assert block(name, TRAINER_KEY) == (200, True)
@@ -211,13 +215,10 @@ def test_a_template_in_a_tenants_push_is_left_out(tmp_path):
 
 
 def test_a_slow_body_gets_408(server, name, monkeypatch):
-    class Slow:
-        async def push(self, *_: Any, **__: Any) -> ServedPush:
-            raise SlowBody("a body of which 1 bytes have come")
-
-    monkeypatch.setattr(server.app.state, "lora_plugins_pushes", Slow(), raising=False)
-    answer = httpx.put(f"{server.url}/v1/loras/{name}", headers={"Authorization": f"Bearer {KEY}"}, content=ONE_FILE)
-    assert (answer.status_code, "[L012]" in answer.text) == (408, True)
+    pushes = Failing(server.world.lifecycle, SlowBody("a body of which 1 bytes have come"))
+    monkeypatch.setattr(server.app.state, "lora_plugins_pushes", pushes, raising=False)
+    status, said, _ = asked(server, "PUT", f"/{name}", content=ONE_FILE)
+    assert (status, "[L012]" in said) == (408, True)
 
 
 class Failing(Pushes):
@@ -245,18 +246,13 @@ def broken(adapter: str) -> LoRAPluginsError:
     )
 
 
-def asked(server: AdminServer, method: str, path: str, key: str, **more: Any) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {key}"}
-    return httpx.request(method, f"{server.url}/v1/loras{path}", headers=headers, timeout=60, **more)
-
-
 @pytest.mark.parametrize(("method", "end"), [("PUT", ""), ("POST", "/rollback")])
 def test_only_administrators_see_paths_in_errors(server, name, monkeypatch, method, end):
     error = broken(name)
     pushes = Failing(server.world.lifecycle, error)
     monkeypatch.setattr(server.app.state, "lora_plugins_pushes", pushes, raising=False)
     assert post(server, f"/{name}/refresh")[0] == 200, "there is a version to go back to"
-    of_pusher, of_administrator = (asked(server, method, f"/{name}{end}", key) for key in (TRAINER_KEY, KEY))
+    of_pusher, of_administrator = (asked(server, method, f"/{name}{end}", key=key)[2] for key in (TRAINER_KEY, KEY))
     for answer in (of_pusher, of_administrator):
         assert (answer.status_code, answer.headers["Retry-After"]) == (503, str(error.retry_after_s))
         assert answer.json()["error"].keys() == {"message", "type", "param", "code", "lora_plugins"}
@@ -270,15 +266,14 @@ def test_only_administrators_see_paths_in_errors(server, name, monkeypatch, meth
 def test_the_last_error_shows_pushers_no_path(server, name):
     server.has[name] = broken(name)
     assert post(server, f"/{name}/refresh")[0] == 503
-    of_pusher, of_administrator = (
-        asked(server, "GET", f"/{name}", key).json()["last_error"]["message"] for key in (TRAINER_KEY, KEY)
-    )
+    shown = [asked(server, "GET", f"/{name}", key=key)[2].json() for key in (TRAINER_KEY, KEY)]
+    of_pusher, of_administrator = (it["last_error"]["message"] for it in shown)
     assert ("/srv/secret" in of_administrator, "secret" in of_pusher) == (True, False)
     assert "no room at '<path>'" in of_pusher
 
 
 def test_an_error_has_its_parts_for_programs(server):
-    error = asked(server, "GET", "/nobody", KEY).json()["error"]
+    error = asked(server, "GET", "/nobody")[2].json()["error"]
     assert (error["type"], error["code"], error["param"]) == ("Not Found", 404, None)
     assert error["lora_plugins"] == {
         "code": "L002",
@@ -292,14 +287,6 @@ def test_an_error_has_its_parts_for_programs(server):
     }
 
 
-def delete(server: AdminServer, path: str, **headers: str) -> tuple[int, str, float]:
-    began = time.perf_counter()
-    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=60)
-    connection.request("DELETE", f"/v1/loras{path}", headers={"Authorization": f"Bearer {KEY}", **headers})
-    with connection.getresponse() as answer:
-        return answer.status, answer.read().decode(), time.perf_counter() - began
-
-
 @pytest.mark.parametrize("change", ["pin", "unpin", "prefetch", "refresh", "rollback", "load", "unload", "push"])
 def test_an_answered_change_is_written_down(server, put, name, monkeypatch, change):
     assert post(server, f"/{name}/refresh")[0] == 200
@@ -311,30 +298,24 @@ def test_an_answered_change_is_written_down(server, put, name, monkeypatch, chan
 
     monkeypatch.setattr(server.world.lifecycle, "written", write)
     if change == "unload":
-        assert delete(server, f"/{name}")[0] == 200
+        assert asked(server, "DELETE", f"/{name}")[0] == 200
     elif change == "push":
         assert put()[0] == 200
+    elif change == "load":
+        assert load(server, name)[0] == 200
     else:
-        path, body = ("", f'{{"lora_name": "{name}"}}') if change == "load" else (f"/{name}/{change}", "")
-        assert post(server, path, body=body)[0] == 200
+        assert post(server, f"/{name}/{change}")[0] == 200
     assert written == [server.world.written]
 
 
 def test_a_block_is_on_disk_before_it_is_answered(server, name):
-    status, said, _ = delete(server, f"/{name}?block=true")
+    status, said, _ = asked(server, "DELETE", f"/{name}?block=true")
     assert (status, "unloaded and blocked" in said) == (200, True)
     assert name in Blocks(server.world.resolver.store.layout).names()
-    for path in (
-        f"/{name}/prefetch",
-        f"/{name}@main/prefetch",
-        f"/{name}/pin",
-        f"/{name}/refresh",
-        f"/{name}/rollback",
-    ):
-        status, said = post(server, path)
-        assert (status, "[L002]" in said, "blocked" in said) == (404, True, True), path
-    assert post(server, "", body=f'{{"lora_name": "{name}@main"}}')[0] == 404
-    assert post(server, "", body=f'{{"lora_name": "{name}"}}')[0] == 200
+    for verb in ("/prefetch", "@main/prefetch", "/pin", "/refresh", "/rollback"):
+        status, said = post(server, f"/{name}{verb}")
+        assert (status, "[L002]" in said, "blocked" in said) == (404, True, True), verb
+    assert (load(server, f"{name}@main")[0], load(server, name)[0]) == (404, 200)
     assert post(server, f"/{name}/prefetch")[0] == 200
 
 
@@ -349,9 +330,9 @@ def test_a_block_is_answered_while_the_name_is_looked_up(server, name):
     look = asyncio.run_coroutine_threadsafe(look_up(), server.loop)
     try:
         assert is_held.wait(60)
-        status, said, took_s = delete(server, f"/{name}?block=true")
+        status, said, answer = asked(server, "DELETE", f"/{name}?block=true")
         assert (status, "blocked" in said, '"draining"' in said) == (200, True, True)
-        assert took_s < 1, "the promise of 50 ms is tested in virtual time"
+        assert answer.elapsed.total_seconds() < 1, "the promise of 50 ms is tested in virtual time"
     finally:
         ended.set()
         look.result(60)
@@ -368,7 +349,13 @@ def test_a_prefetch_and_a_pin_of_another_version_change_nothing(server, name, ch
 
 @pytest.mark.parametrize("query", ["", "?block=true"])
 def test_a_deletion_of_another_version_changes_nothing(server, name, query):
-    status, said, _ = delete(server, f"/{name}{query}", **{"If-Match": NEW})
+    status, said, _ = asked(server, "DELETE", f"/{name}{query}", NEW)
     assert (status, "[L010]" in said, OLD in said) == (412, True, True)
     assert post(server, f"/{name}/refresh", OLD)[0] == 200, "it is served as before"
-    assert delete(server, f"/{name}{query}", **{"If-Match": NEW})[0] == 200
+    assert asked(server, "DELETE", f"/{name}{query}", NEW)[0] == 200
+
+
+def test_a_digest_that_is_too_short_is_refused() -> None:
+    assert RollbackRequest(digest=OLD[:MIN_PREFIX]).digest == OLD[:MIN_PREFIX]
+    with pytest.raises(ValidationError):
+        RollbackRequest(digest=OLD[: MIN_PREFIX - 1])

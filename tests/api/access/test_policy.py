@@ -76,35 +76,31 @@ def test_where_a_link_of_an_adapter_may_lead(name, place, may):
 
 
 @pytest.mark.parametrize(
-    ("key", "label"),
+    ("label", "keys"),
     [
-        ("hashed-key", "team-a"),
-        ("plain-key", "team-a"),
-        ("b", "team-b"),
-        ("root", "operators"),
-        (None, "(default)"),
-        ("", "(default)"),
-        ("plain-key ", "(default)"),
-        ("PLAIN-KEY", "(default)"),
-        (HASH, "(default)"),
-        (f"sha256:{HASH}", "(default)"),
-        ("é\udcff", "(default)"),
+        ("team-a", ["hashed-key", "plain-key"]),
+        ("team-b", ["b"]),
+        ("operators", ["root"]),
+        ("(default)", [None, "", "plain-key ", "PLAIN-KEY", HASH, f"sha256:{HASH}", "é\udcff"]),
     ],
 )
-def test_whose_key_it_is(policy, key, label):
-    assert policy.of_key(key).label == label
+def test_whose_key_it_is(policy, label, keys):
+    assert {policy.of_key(key).label for key in keys} == {label}
 
 
 @pytest.mark.parametrize(
     ("key", "may", "may_not"),
     [
         ("plain-key", ["team-a/x", "team-a/x@v1", "shared/sql"], ["team-b/x", "public/x", "shared/sql2", "team-a"]),
-        ("b", [], ["team-b/x", "public/x", ""]),
-        ("root", ["team-a/x", "anything"], []),
-        (None, ["public/x"], ["team-a/x"]),
+        ("b", [], ["team-b/x", "public/x", "", "team-a/x*1"]),
+        ("root", ["team-a/x", "anything", "team-a/x*1+team-b/y*1"], []),
+        (None, ["public/x", "public/x*1+public/y*1"], ["team-a/x", "public/x*1+team-a/y*1"]),
+        ("plain-key", ["team-a/x*1", "team-a/x*0.7+shared/sql@v2*-0.3"], ["team-a/x*0", "team-a/x*0+team-b/y*1"]),
+        ("plain-key", [], [f"team-a/x*1+{other}" for other in ("team-b/y*1", "shared/other*1", "team-b/y*1@2070c155")]),
     ],
 )
 def test_who_may_use_what(policy, key, may, may_not):
+    """A mixture needs the right to each part."""
     principal = policy.of_key(key)
     assert all(principal.may_use(name) for name in may)
     assert not any(principal.may_use(name) for name in may_not)
@@ -136,41 +132,27 @@ SECRET_HASH = hashlib.sha256(b"secret-key").hexdigest()
     ("text", "says"),
     [
         ("tenants = ", "no TOML (at"),
-        ('[tenants.t]\nkeys = ["secret-key]', "no TOML (at"),
         ("[default]\nshare = 0", "default.share: Expected `float` > 0.0"),
         (TENANT + "share = 1.01", "tenants.t.share: Expected `float` <= 1.0"),
-        (TENANT + "share = true", "tenants.t.share: Expected `float`, got `bool`"),
-        (TENANT + "pushes = 'x'", "tenants.t.pushes: Expected `list`, got `str`"),
         (TENANT + "pushes = ['']", "tenants.t.pushes[0]: Expected `str` matching"),
         (TENANT + "pushes_per_minute = 0", "tenants.t.pushes_per_minute: Expected `int` >= 1"),
-        (TENANT + "pushes_per_minute = true", "tenants.t.pushes_per_minute: Expected `int | null`, got `bool`"),
         (TENANT + "requests_per_minute = 0", "tenants.t.requests_per_minute: Expected `int` >= 1"),
         ("[default]\ntokens_per_minute = '9'", "default.tokens_per_minute: Expected `int | null`, got `str`"),
         ("[default]\npushes = ['x']", "default: Object contains unknown field `pushes`"),
         ("[tenant.t]", "the file: Object contains unknown field `tenant`"),
-        ("[default]\nadapter = []", "default: Object contains unknown field `adapter`"),
-        ("[default]\nadmin = true", "default: Object contains unknown field `admin`"),
-        ("[default]\nkeys = []", "default: Object contains unknown field `keys`"),
         (TENANT + "role = 'x'", "tenants.t: Object contains unknown field `role`"),
-        ("default = []", "default: Expected `object`, got `list`"),
-        ("tenants = 1", "tenants: Expected `object`, got `int`"),
         ("tenants.t = 1", "tenants.t: Expected `object`, got `int`"),
         ("[default]\nadapters = '*'", "default.adapters: Expected `list | null`, got `str`"),
-        ("[default]\nadapters = [1]", "default.adapters[0]: Expected `str`, got `int`"),
         ("[default]\nadapters = ['a', '']", "default.adapters[1]: Expected `str` matching"),
         ("[default]\nadapters = [' a']", "default.adapters[0]: Expected `str` matching"),
         ("[tenants.t]\nadapters = ['*']", "tenants.t: Object missing required field `keys`"),
         ("[tenants.t]\nkeys = []\nadapters = ['*']", "tenants.t.keys: Expected `list` of length >= 1"),
         ("[tenants.t]\nkeys = ['secret-key']", "tenants.t without adapters"),
-        ("[tenants.t]\nkeys = ['secret-key']\nadmin = false", "tenants.t without adapters"),
-        ("[tenants.t]\nkeys = ['secret-key']\nadmin = 'yes'", "tenants.t.admin: Expected `bool`, got `str`"),
-        ("[tenants.t]\nkeys = 'secret-key'\nadapters = []", "tenants.t.keys: Expected `list`, got `str`"),
         ("[tenants.t]\nkeys = ['']\nadapters = []", "no header can carry in tenants.t.keys[0]"),
         ("[tenants.t]\nkeys = ['secret-key secret-key']\nadapters = []", "no header can carry"),
         ("[tenants.t]\nkeys = ['ok', 'secret-key\\u00e9'.x]\nadapters = []", "no TOML"),
         ('[tenants.t]\nkeys = ["secret-key\\u00e9"]\nadapters = []', "no header can carry"),
         ("[tenants.t]\nkeys = ['sha256:']\nadapters = []", "malformed hash in tenants.t.keys[0]"),
-        (f"[tenants.t]\nkeys = ['sha256:{HASH[:-1]}']\nadapters = []", "malformed hash"),
         (f"[tenants.t]\nkeys = ['sha256:{HASH[:-1]}g']\nadapters = []", "malformed hash"),
         (TENANT + "[tenants.u]\nkeys = ['x', 'secret-key']\nadapters = []", "tenants.t.keys[0] once more in tenants.u"),
         (TENANT + f"[tenants.u]\nkeys = ['sha256:{SECRET_HASH}']\nadapters = []", "once more in tenants.u.keys[0]"),
@@ -185,10 +167,8 @@ def test_startup_fails_with_a_wrong_file_and_shows_no_key(tmp_path, text, says):
         Policy.read(path)
     told = str(caught.value)
     assert says in told
-    for part in ("[L007]", "LORA_PLUGINS_POLICY", "expected", str(path)):
-        assert part in told
-    assert "secret-key" not in told
-    assert SECRET_HASH not in told
+    assert all(part in told for part in ("[L007]", "LORA_PLUGINS_POLICY", "expected", str(path)))
+    assert not any(part in told for part in ("secret-key", SECRET_HASH))
 
 
 def test_startup_fails_with_an_unreadable_file(tmp_path):
@@ -200,15 +180,13 @@ def test_startup_fails_with_an_unreadable_file(tmp_path):
 
 
 def test_a_file_is_read(tmp_path: Path):
-    (tmp_path / "policy.toml").write_text(POLICY)
-    assert Policy.read(tmp_path / "policy.toml").of_key("root").is_admin
-    (tmp_path / "policy.toml").write_text(POLICY, encoding="utf-8-sig")
-    assert Policy.read(tmp_path / "policy.toml").of_key("root").is_admin
+    for encoding in ("utf-8", "utf-8-sig"):
+        (tmp_path / "policy.toml").write_text(POLICY, encoding)
+        assert Policy.read(tmp_path / "policy.toml").of_key("root").is_admin
 
 
-@given(st.text(max_size=40))
-def test_no_key_that_is_not_listed_is_anybodys(key):
-    policy = Policy.parse(POLICY)
+@given(key=st.text(max_size=40))
+def test_no_key_that_is_not_listed_is_anybodys(policy, key):
     if key not in {"hashed-key", "plain-key", "b", "root"}:
         assert policy.of_key(key) is policy.default
 
@@ -222,26 +200,6 @@ def test_the_documented_policy_is_one():
     assert not policy.of_key("key-of-team-a").may_use("team-b/sql")
     assert policy.of_key("key-of-team-b").may_use("shared/chat")
     assert policy.of_key("key-of-the-operators").is_admin
-
-
-@pytest.mark.parametrize(
-    ("key", "name", "may"),
-    [
-        ("plain-key", "team-a/x*1", True),
-        ("plain-key", "team-a/x*0.7+shared/sql@v2*-0.3", True),
-        ("plain-key", "team-a/x*1+team-b/y*1", False),
-        ("plain-key", "team-a/x*1+shared/other*1", False),
-        ("plain-key", "team-a/x*1+team-b/y*1@2070c155", False),
-        ("plain-key", "team-a/x*0+team-b/y*1", False),
-        ("plain-key", "team-a/x*0", False),
-        ("b", "team-a/x*1", False),
-        (None, "public/x*1+public/y*1", True),
-        (None, "public/x*1+team-a/y*1", False),
-        ("root", "team-a/x*1+team-b/y*1", True),
-    ],
-)
-def test_a_mixture_needs_the_right_to_each_part(policy: Policy, key: str | None, name: str, may: bool) -> None:
-    assert policy.of_key(key).may_use(name) is may
 
 
 def test_nobody_owns_or_pushes_a_mixture() -> None:
