@@ -14,7 +14,7 @@ import pytest
 from lora_plugins import testing
 from lora_plugins.absence import Absence
 from lora_plugins.adapter.canonical import canonical_bytes
-from lora_plugins.adapter.chat import TEMPLATE_FILE, TOKENIZER_FILE
+from lora_plugins.adapter.chat import TEMPLATE_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.verify import verify_adapter
@@ -23,7 +23,6 @@ from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,
     InvalidAdapter,
-    LoRAPluginsError,
     SourceUnavailable,
 )
 from lora_plugins.events import Events
@@ -136,37 +135,18 @@ class SourceContract(testing.SourceContract):
             harness.restore_source()
         assert "team/sql" in caught.value.place
 
-    def test_an_empty_source_has_nothing(self, find):
+    def test_each_name_finds_its_own_adapter(self, harness, find, rank):
         assert find("sql") is None
-
-    def test_a_nested_name_is_found(self, harness, rank):
-        harness.put_adapter("team/a/sql", ranked(8))
-        harness.put_adapter("sql", ranked(4))
-        assert (rank("team/a/sql"), rank("sql")) == (8, 4)
-
-    def test_a_folder_of_adapters_is_none(self, harness, find):
-        harness.put_adapter("team/sql", adapter_files())
-        assert find("team") is None
-
-    def test_an_adapter_below_an_adapter_is_its_own(self, harness, rank):
-        harness.put_adapter("sql", ranked(4))
-        harness.put_adapter("sql/checkpoint-10", ranked(8))
-        assert (rank("sql"), rank("sql/checkpoint-10")) == (4, 8)
-
-    def test_a_revision_is_found_beside_the_unpinned_adapter(self, harness, find, rank):
-        harness.put_adapter("sql", ranked(4))
-        harness.put_adapter("sql@v2", ranked(8))
+        ranks = {"sql": 4, "sql/checkpoint-10": 8, "team/a/sql": 16, "sql@v2": 2, "größe/模型 (2)": 1}
+        for name, of_adapter in ranks.items():
+            harness.put_adapter(name, ranked(of_adapter))
+        assert {name: rank(name) for name in ranks} == ranks
         assert find("sql@v2").name.revision == "v2"
-        assert (rank("sql@v2"), rank("sql")) == (8, 4)
-
-    def test_an_unknown_revision_is_none(self, harness, find):
-        harness.put_adapter("sql", adapter_files())
-        for name in ("sql@v9", "sql@refs/pr/1"):
+        uris = {find(name).uri for name in ranks if "@" not in name}
+        assert len(uris) == 4
+        assert all(re.match(r"[a-z0-9]+://", uri) for uri in uris)
+        for name in ("team", "team/a", "sql@v9", "sql@refs/pr/1"):
             assert find(name) is None, name
-
-    def test_a_name_in_another_script_is_found(self, harness, rank):
-        harness.put_adapter("größe/模型 (2)", adapter_files())
-        assert rank("größe/模型 (2)") == 4
 
     def test_a_name_is_never_a_pattern(self, harness, find, rank):
         for name in ("sql", "axbyc", "s"):
@@ -200,19 +180,17 @@ class SourceContract(testing.SourceContract):
         harness.put_adapter("sql", adapter_files())
         assert {file.name for file in select_files(find("sql"), Settings()).files} == {CONFIG_FILE, WEIGHTS_FILE}
 
-    @pytest.mark.parametrize("files", [adapter_files(), sharded(adapter_files())], ids=["one file", "shards"])
-    def test_files_for_chats_are_fetched_with_the_weights(self, harness, source, find, store, files):
-        harness.put_adapter("sql", {**files, **CHAT})
+    def test_files_for_chats_are_fetched_with_the_weights(self, harness, source, find, store, rank):
+        """Alone they are no adapter."""
+        harness.put_adapter("sql", files := {**sharded(adapter_files()), **CHAT})
         harness.put_adapter("half", {**adapter_files(), TEMPLATE_FILE: CHAT[TEMPLATE_FILE]})
-        assert content(obtain(store, source, find("sql")).directory) == {**files, **CHAT}
-        assert {file.name for file in find("half").files} == {*adapter_files(), TEMPLATE_FILE}
-
-    def test_files_for_chats_alone_are_no_adapter(self, harness, find, rank):
         harness.put_adapter("model", {**CHAT, "config.json": b"{}"})
+        harness.put_adapter("none", {**CHAT, CONFIG_FILE: config_bytes()})
+        assert content(obtain(store, source, find("sql")).directory) == files
+        assert {file.name for file in find("half").files} == {*adapter_files(), TEMPLATE_FILE}
         assert find("model") is None
-        harness.put_adapter("half", {**CHAT, CONFIG_FILE: config_bytes()})
         with pytest.raises(AdapterNotFound, match="no weights"):
-            rank("half")
+            rank("none")
 
     def test_another_template_is_another_version(self, harness, source, find, store):
         versions = []
@@ -222,17 +200,6 @@ class SourceContract(testing.SourceContract):
             files = content(obtain(store, source, versions[-1]).directory)
             assert files.get(TEMPLATE_FILE) == template
         assert len({found.version for found in versions}) == 3
-
-    def test_a_broken_file_for_chats_refuses_no_weights(self, harness, source, find, store):
-        harness.put_adapter("sql", files := {**adapter_files(), TOKENIZER_FILE: b"{"})
-        assert content(obtain(store, source, find("sql")).directory) == files
-
-    def test_each_adapter_has_a_uri(self, harness, find):
-        for name in ("sql", "sql/b", "team/sql"):
-            harness.put_adapter(name, adapter_files())
-        uris = [find(name).uri for name in ("sql", "sql/b", "team/sql")]
-        assert len(set(uris)) == 3
-        assert all(re.match(r"[a-z0-9]+://", uri) for uri in uris)
 
     # --- listing
 
@@ -271,18 +238,16 @@ class SourceContract(testing.SourceContract):
 
     # --- fetching
 
-    @pytest.mark.parametrize("wanted", [(CONFIG_FILE,), ALL_FILES])
-    def test_exactly_the_located_files_are_written(self, harness, source, find, tmp_path, wanted):
+    def test_exactly_the_located_files_are_written(self, harness, source, find, tmp_path):
         files = {**adapter_files(), **dict.fromkeys(PICKLE_FILES, b"pickle"), "README.md": b"x", "optimizer.pt": b"y"}
         harness.put_adapter("sql", files)
-        found = find("sql")
-        found = replace(found, files=tuple(file for file in found.files if file.name in wanted))
         (tmp_path / "arriving").mkdir()
-        arriving = PartialDownload(tmp_path / "arriving", wanted)
-        asyncio.run(source.fetch(found, arriving))
+        arriving = PartialDownload(tmp_path / "arriving", [CONFIG_FILE])
+        found = find("sql")
+        asyncio.run(source.fetch(replace(found, files=found.files[:1]), arriving))
         harness.settle()
-        assert content(arriving.directory) == {name: files[name] for name in wanted}
-        assert {file.name: file.size_bytes for file in arriving.finish()} == {n: len(files[n]) for n in wanted}
+        assert content(arriving.directory) == {CONFIG_FILE: files[CONFIG_FILE]}
+        assert [(file.name, file.size_bytes) for file in arriving.finish()] == [(CONFIG_FILE, len(files[CONFIG_FILE]))]
 
     @pytest.mark.parametrize("is_large", [True, False])
     def test_what_its_configuration_condemns_is_fetched_once(
@@ -308,33 +273,15 @@ class SourceContract(testing.SourceContract):
         assert (entries(store.layout), leftovers()) == ([], [])
 
     def test_what_was_put_is_published_and_fetched_once(self, harness, source, store, find, leftovers):
+        """And does not depend on its source."""
         harness.put_adapter("sql", {**adapter_files(), "README.md": b"x"})
         stored = obtain(store, source, find("sql"))
-        assert content(stored.directory) == adapter_files()
-        assert (stored.fetched, store.verify(stored.digest), leftovers()) == (True, True, [])
+        assert (stored.fetched, leftovers()) == (True, [])
         assert not obtain(store, source, find("sql")).fetched
-
-    def test_a_published_adapter_does_not_depend_on_its_source(self, harness, source, store, find, rank):
-        harness.put_adapter("sql", ranked(4))
-        stored = obtain(store, source, find("sql"))
         harness.put_adapter("sql", ranked(8))
-        assert rank("sql") == 8
-        assert content(stored.directory) == ranked(4)
+        assert content(obtain(store, source, find("sql")).directory) == ranked(8)
+        assert content(stored.directory) == adapter_files()
         assert store.verify(stored.digest)
-
-    def test_other_sizes_between_locating_and_fetching_are_not_mixed(self, harness, source, store, find, leftovers):
-        old, new = adapter_files(), ranked(8)
-        harness.put_adapter("sql", old)
-        found = find("sql")
-        harness.put_adapter("sql", new)
-        try:
-            stored = obtain(store, source, found)
-        except VersionChanged:
-            assert store.layout.digests() == []
-        else:
-            assert content(stored.directory) == old
-        assert leftovers() == []
-        assert content(obtain(store, source, find("sql")).directory) == new
 
     @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
     def test_changed_while_it_is_fetched_is_never_a_mix(self, harness, source, store, find, leftovers, file):
@@ -378,37 +325,20 @@ class SourceContract(testing.SourceContract):
 
     # --- what is wrong
 
-    @pytest.mark.parametrize(
-        ("files", "kind"),
-        [
-            ({WEIGHTS_FILE: b"x"}, AdapterNotFound),  # no configuration
-            ({CONFIG_FILE: config_bytes()}, AdapterNotFound),  # no weights
-            ({CONFIG_FILE: b"{", WEIGHTS_FILE: b"x"}, InvalidAdapter),
-            ({CONFIG_FILE: config_bytes(), WEIGHTS_FILE: b""}, InvalidAdapter),
-            ({CONFIG_FILE: config_bytes(), WEIGHTS_FILE: b"short"}, InvalidAdapter),
-            ({CONFIG_FILE: config_bytes(), PICKLE_FILES[0]: b"x"}, InvalidAdapter),
-        ],
-        ids=["no configuration", "no weights", "broken configuration", "empty weights", "broken weights", "a pickle"],
-    )
-    def test_a_broken_adapter_is_never_none(self, harness, rank, store, leftovers, files, kind):
-        harness.put_adapter("sql", files)
-        with pytest.raises(kind) as caught:
-            rank("sql")
-        assert isinstance(caught.value, LoRAPluginsError)
-        assert caught.value.file in ADAPTER_FILES
+    def test_a_broken_adapter_is_never_none(self, harness, rank, store, leftovers):
+        broken = {
+            "no-configuration": ({WEIGHTS_FILE: b"x"}, AdapterNotFound),
+            "no-weights": ({CONFIG_FILE: config_bytes()}, AdapterNotFound),
+            "broken-configuration": ({CONFIG_FILE: b"{", WEIGHTS_FILE: b"x"}, InvalidAdapter),
+            "empty-weights": ({CONFIG_FILE: config_bytes(), WEIGHTS_FILE: b""}, InvalidAdapter),
+            "broken-weights": ({CONFIG_FILE: config_bytes(), WEIGHTS_FILE: b"short"}, InvalidAdapter),
+            "a-pickle": ({CONFIG_FILE: config_bytes(), PICKLE_FILES[0]: b"x"}, InvalidAdapter),
+            "a-pickle-alone": ({PICKLE_FILES[0]: b"x"}, AdapterNotFound),
+        }
+        for name, (files, kind) in broken.items():
+            harness.put_adapter(name, files)
+            with pytest.raises(kind) as caught:
+                rank(name)
+            assert caught.value.file in ADAPTER_FILES, name
         assert store.layout.digests() == []
         assert leftovers() == []
-
-    def test_an_outage_before_the_fetch_leaves_nothing_and_passes(self, harness, source, store, find, rank, leftovers):
-        harness.put_adapter("sql", adapter_files())
-        found = find("sql")
-        harness.break_source()
-        try:
-            with pytest.raises(SourceUnavailable) as caught:
-                obtain(store, source, found)
-            assert not isinstance(caught.value, VersionChanged)
-            assert leftovers() == []
-            assert store.layout.digests() == []
-        finally:
-            harness.restore_source()
-        assert rank("sql") == 4
