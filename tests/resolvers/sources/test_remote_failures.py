@@ -86,41 +86,35 @@ def client_error(status: int, code: str, operation: str = "GetObject") -> Client
 CONNECTION = aiohttp.client_reqrep.ConnectionKey("h", 1, False, True, None, None, None)
 REQUEST = aiohttp.RequestInfo(URL("http://h/k?token=secret"), "GET", {}, URL("http://h/k"))
 
+# The status and the code of an answer of S3 to a GetObject.
+ANSWERS = {
+    FailureKind.MISSING: [(404, "NoSuchKey"), (410, "Gone")],
+    FailureKind.NO_BUCKET: [(404, "NoSuchBucket")],
+    FailureKind.DENIED: [(403, "AccessDenied"), (403, "403")],
+    FailureKind.WRONG_KEY: [(403, "InvalidAccessKeyId"), (403, "SignatureDoesNotMatch"), (400, "InvalidToken")],
+    FailureKind.CLOCK: [(403, "RequestTimeTooSkewed")],
+    FailureKind.ARCHIVED: [(403, "InvalidObjectState")],
+    FailureKind.ENCRYPTED: [
+        (400, f"KMS.{name}") for name in ("DisabledException", "KMSInvalidStateException", "NotFoundException")
+    ],
+    FailureKind.ACCOUNT: [(403, "AllAccessDisabled"), (403, "UserSuspended")],
+    FailureKind.EXPIRED: [(400, "ExpiredToken"), (403, "ExpiredToken")],
+    FailureKind.BUSY: [(503, "SlowDown"), (429, "TooManyRequests"), (400, "KMS.ThrottlingException")],
+    FailureKind.SERVER: [
+        *((500, "InternalError"), (502, "502"), (400, "KMS.KeyUnavailableException")),
+        (500, "KMS.KMSInternalException"),
+    ],
+    FailureKind.TIMEOUT: [(504, "504"), (400, "RequestTimeout")],
+    FailureKind.REFUSED: [
+        *((501, "NotImplemented"), (400, "InvalidRequest"), (400, "AuthorizationHeaderMalformed")),
+        (301, "PermanentRedirect"),
+    ],
+    FailureKind.CHANGED: [(412, "PreconditionFailed"), (416, "InvalidRange")],
+}
 CASES = [
-    (client_error(404, "NoSuchKey"), FailureKind.MISSING),
+    *((client_error(*answer), kind) for kind, answers in ANSWERS.items() for answer in answers),
     (client_error(404, "404", "HeadObject"), FailureKind.MISSING),  # no answer to a HEAD has a body
     (client_error(404, "404", "ListObjectsV2"), FailureKind.BROKEN_ANSWER),  # a proxy's
-    (client_error(410, "Gone"), FailureKind.MISSING),
-    (client_error(404, "NoSuchBucket"), FailureKind.NO_BUCKET),
-    (client_error(403, "AccessDenied"), FailureKind.DENIED),
-    (client_error(403, "403"), FailureKind.DENIED),
-    (client_error(403, "InvalidAccessKeyId"), FailureKind.WRONG_KEY),
-    (client_error(403, "SignatureDoesNotMatch"), FailureKind.WRONG_KEY),
-    (client_error(403, "RequestTimeTooSkewed"), FailureKind.CLOCK),
-    (client_error(403, "InvalidObjectState"), FailureKind.ARCHIVED),
-    (client_error(400, "KMS.DisabledException"), FailureKind.ENCRYPTED),
-    (client_error(400, "KMS.KMSInvalidStateException"), FailureKind.ENCRYPTED),
-    (client_error(400, "KMS.NotFoundException"), FailureKind.ENCRYPTED),
-    (client_error(400, "KMS.ThrottlingException"), FailureKind.BUSY),
-    (client_error(400, "KMS.KeyUnavailableException"), FailureKind.SERVER),
-    (client_error(500, "KMS.KMSInternalException"), FailureKind.SERVER),
-    (client_error(403, "AllAccessDisabled"), FailureKind.ACCOUNT),
-    (client_error(403, "UserSuspended"), FailureKind.ACCOUNT),
-    (client_error(400, "ExpiredToken"), FailureKind.EXPIRED),
-    (client_error(403, "ExpiredToken"), FailureKind.EXPIRED),
-    (client_error(400, "InvalidToken"), FailureKind.WRONG_KEY),
-    (client_error(503, "SlowDown"), FailureKind.BUSY),
-    (client_error(429, "TooManyRequests"), FailureKind.BUSY),
-    (client_error(500, "InternalError"), FailureKind.SERVER),
-    (client_error(502, "502"), FailureKind.SERVER),
-    (client_error(504, "504"), FailureKind.TIMEOUT),
-    (client_error(400, "RequestTimeout"), FailureKind.TIMEOUT),
-    (client_error(501, "NotImplemented"), FailureKind.REFUSED),
-    (client_error(400, "InvalidRequest"), FailureKind.REFUSED),
-    (client_error(400, "AuthorizationHeaderMalformed"), FailureKind.REFUSED),
-    (client_error(301, "PermanentRedirect"), FailureKind.REFUSED),
-    (client_error(412, "PreconditionFailed"), FailureKind.CHANGED),
-    (client_error(416, "InvalidRange"), FailureKind.CHANGED),
     (boto.EndpointConnectionError(endpoint_url="http://u:p@h"), FailureKind.UNREACHABLE),
     (boto.ConnectTimeoutError(endpoint_url="http://h"), FailureKind.TIMEOUT),
     (boto.ReadTimeoutError(endpoint_url="http://h"), FailureKind.TIMEOUT),

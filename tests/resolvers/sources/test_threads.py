@@ -27,18 +27,6 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-def test_results_and_errors_come_from_another_loop(loop: asyncio.AbstractEventLoop) -> None:
-    async def work(*, fails: bool) -> asyncio.AbstractEventLoop:
-        await asyncio.sleep(0)
-        if fails:
-            raise ValueError("x")
-        return asyncio.get_running_loop()
-
-    assert asyncio.run(on_loop(loop, work(fails=False))) is loop
-    with pytest.raises(ValueError, match="x"):
-        asyncio.run(on_loop(loop, work(fails=True)))
-
-
 @pytest.mark.parametrize("has_started", [True, False])
 def test_cancelled_work_has_ended_when_the_caller_resumes(loop: asyncio.AbstractEventLoop, has_started: bool) -> None:
     started, ended = threading.Event(), []
