@@ -9,7 +9,7 @@ from lora_plugins.events import BreakerClosed, BreakerOpened, Event, Events
 from lora_plugins.resolvers.breaker import Breaker, BreakerLimits, is_outage
 from lora_plugins.resolvers.sources.remote_failures import Failure, FailureKind
 from lora_plugins.resolvers.sources.retries import NoAnswer
-from tests.resolvers.test_resolver import Clock
+from tests.resolvers.fakes import Clock
 
 BUSY = Failure(FailureKind.BUSY).as_error("an object store")
 SILENCE = NoAnswer("no complete answer within 30 s")

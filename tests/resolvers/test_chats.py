@@ -18,9 +18,8 @@ from lora_plugins.settings import AdapterChat
 from lora_plugins.store.disk_errors import DamagedCopy
 from lora_plugins.verification.children import Children
 from tests.make import BASE, CHAT, adapter_files
-from tests.resolvers.test_resolver import FakeSource, clock, make
+from tests.resolvers.fakes import FakeSource
 
-_ = clock, make
 FILES = adapter_files() | CHAT
 UNREAD = ("chat_template.json (of a processor)", "processor_config.json (of a processor)")
 TEMPLATES = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
@@ -37,50 +36,36 @@ def opens_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_module, "open_regular", refuse)
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The directories that reading processes are asked for."""
-    asked: list[Path] = []
-    read = Children.read
-
-    def counted(self: Children, directory: Path, *args: Any, **kwargs: Any) -> Any:
-        asked.append(directory)
-        return read(self, directory, *args, **kwargs)
-
-    monkeypatch.setattr(Children, "read", counted)
-    return asked
-
-
-def test_a_chat_comes_with_the_verification_of_its_version(make, asked):
+def test_a_chat_comes_with_the_verification_of_its_version(make, readings):
     resolver = make(FakeSource("s3", {"sql": FILES}))
     found = resolver.ask()
-    verified = len(asked)
+    verified = len(readings.asked)
     assert resolver.chats.at(str(found.path)) == READ
     assert asyncio.run(resolver.chats.read(str(found.path))) == READ
-    assert len(asked) == verified, "a look-up"
+    assert len(readings.asked) == verified, "a look-up"
 
 
-def test_a_restored_version_brings_its_chat(make, asked):
+def test_a_restored_version_brings_its_chat(make, readings):
     before = make(FakeSource("s3", {"sql": FILES}))
     version = before.ask()
     after = make(FakeSource("s3"))
     asyncio.run(after.restored("sql", None, version.digest, before.place_of(version)))
-    verified = len(asked)
+    verified = len(readings.asked)
     assert after.chats.at(str(version.path)) == READ
-    assert len(asked) == verified
+    assert len(readings.asked) == verified
 
 
-def test_another_api_server_asks_a_reading_process_once(make, asked):
+def test_another_api_server_asks_a_reading_process_once(make, readings):
     """A follower knows the path alone; many requests come at once."""
     path = str(make(FakeSource("s3", {"sql": FILES})).ask().path)
-    other, verified = make(FakeSource("s3")), len(asked)
+    other, verified = make(FakeSource("s3")), len(readings.asked)
 
     async def read() -> list[Chat]:
         return await asyncio.gather(*(other.chats.read(path) for _ in range(20)))
 
     assert asyncio.run(read()) == [READ] * 20
     assert other.chats.at(path) == READ
-    assert len(asked) == verified + 1
+    assert len(readings.asked) == verified + 1
 
 
 def test_a_missing_copy_brings_no_other_chat(make):
@@ -127,11 +112,11 @@ def refused(error: Exception) -> Future[Any]:
     return answer
 
 
-def test_chats_of_the_base_model_ask_no_process(make, asked):
+def test_chats_of_the_base_model_ask_no_process(make, readings):
     path = str(make(FakeSource("s3", {"sql": FILES})).ask().path)
-    other, verified = make(FakeSource("s3"), adapter_chat=AdapterChat.BASE), len(asked)
+    other, verified = make(FakeSource("s3"), adapter_chat=AdapterChat.BASE), len(readings.asked)
     assert other.chats.at(path) == asyncio.run(other.chats.read(path)) == Chat()
-    assert len(asked) == verified
+    assert len(readings.asked) == verified
 
 
 def test_tokens_are_compared_with_the_engines_once_it_is_known(make):
@@ -163,12 +148,12 @@ def test_tokens_are_compared_once_and_not_on_the_event_loop(make):
     assert threads[0] is not threading.main_thread()
 
 
-def test_memory_of_chats_is_bounded(make, asked, monkeypatch):
+def test_memory_of_chats_is_bounded(make, readings, monkeypatch):
     monkeypatch.setattr("lora_plugins.resolvers.chats._MOST_BYTES", 1000)
     files = {str(n): FILES | {"chat_template.jinja": str(n).encode() * 300} for n in range(4)}
     resolver = make(FakeSource("s3", files))
     paths = [str(asyncio.run(resolver.resolve(name, BASE.path)).path) for name in files]
-    verified = len(asked)
+    verified = len(readings.asked)
     assert [resolver.chats.at(path).templates["default"] for path in paths] == [str(n) * 300 for n in range(4)]
-    assert len(asked) > verified
+    assert len(readings.asked) > verified
     assert resolver.chats._kept.currsize <= 1000

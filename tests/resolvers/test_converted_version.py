@@ -12,11 +12,10 @@ from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.events import AdapterFetched, AdapterResolved
 from lora_plugins.store.manifest import Manifest
 from tests.make import BASE, MODULES, adapter_files, config_bytes, read_name, weights
+from tests.resolvers.fakes import FakeSource, RecordingResolver
 from tests.resolvers.sources.contract import content
-from tests.resolvers.test_resolver import FakeSource, RecordingResolver, make
 from tests.resolvers.test_versions import leased, newest, of_digest
 
-_ = make
 PLAIN = adapter_files()
 NAMED = adapter_files({name.replace(".weight", ".default.weight"): array for name, array in weights().items()})
 
@@ -50,9 +49,8 @@ def test_what_is_in_the_engines_form_is_not_converted(make):
     assert content(resolved.path) == PLAIN
 
 
-def test_the_original_is_not_fetched_again_for_another_name(make):
-    source = FakeSource("s3", {"sql": NAMED})
-    resolver = make(source)
+def test_the_original_is_not_fetched_again_for_another_name(make, serving):
+    source, resolver = serving("s3", {"sql": NAMED})
     first = resolver.ask()
     assert resolver.store.remove(original(resolver, first))
     resolver.store.release("sql", first.path)
@@ -75,9 +73,8 @@ def test_another_engine_gets_another_form(make):
     assert source.fetched == ["sql"], "of one original"
 
 
-def test_a_rollback_finds_both_digests_and_serves_the_converted(make):
-    source = FakeSource("s3", {"sql": NAMED})
-    resolver = make(source)
+def test_a_rollback_finds_both_digests_and_serves_the_converted(serving):
+    source, resolver = serving("s3", {"sql": NAMED})
     first = resolver.ask()
     digests = first.digest, original(resolver, first)
     source.answers["sql"] = {**PLAIN, "adapter_config.json": config_bytes(lora_alpha=4)}
@@ -99,9 +96,8 @@ def test_what_cannot_be_converted_leaves_no_lease(make):
     assert not resolver.store.leases.holders(digest)
 
 
-def test_a_crowd_of_names_converts_once(make):
-    source = FakeSource("s3", {f"name-{number}": NAMED for number in range(6)})
-    resolver = make(source)
+def test_a_crowd_of_names_converts_once(serving):
+    source, resolver = serving("s3", {f"name-{number}": NAMED for number in range(6)})
 
     async def ask() -> set[str]:
         found = await asyncio.gather(*(resolver.resolve(name, BASE.path) for name in source.answers))

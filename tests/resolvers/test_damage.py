@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -16,12 +19,10 @@ from lora_plugins.store.disk_errors import DamagedCopy
 from lora_plugins.store.eviction import damaged_in
 from lora_plugins.store.store import Store
 from tests.make import adapter_files
+from tests.repetitions import times
+from tests.resolvers.fakes import GOOD, FakeSource, RecordingResolver, failing
 from tests.resolvers.sources.contract import content
-from tests.resolvers.test_resolver import FakeSource, RecordingResolver, clock, make
 from tests.store.test_disk_errors import no_descriptors
-
-_ = clock, make
-GOOD = adapter_files()
 
 
 def flip(path: Path, bit: int) -> None:
@@ -31,6 +32,17 @@ def flip(path: Path, bit: int) -> None:
     path.chmod(0o600)
     path.write_bytes(data)
     path.chmod(0o444)
+
+
+LAST_BIT = 8 * len(GOOD[WEIGHTS_FILE]) - 1
+
+
+@pytest.fixture
+def damaged(make) -> FakeSource:
+    """A source, whose one adapter has lost a bit in the store."""
+    source = FakeSource("s3", {"sql": GOOD, "other": GOOD})
+    flip(make(source).ask().path / WEIGHTS_FILE, LAST_BIT)
+    return source
 
 
 def hashes(resolver: RecordingResolver, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -45,7 +57,7 @@ def hashes(resolver: RecordingResolver, monkeypatch: pytest.MonkeyPatch) -> list
 def test_any_flipped_bit_is_fetched_again_after_a_restart(make, file):
     source = FakeSource("s3", {"sql": GOOD})
     first = make(source).ask()
-    for bit in random.Random(0).sample(range(8 * len(GOOD[file])), 30):
+    for bit in random.Random(0).sample(range(8 * len(GOOD[file])), times(30, short=6)):
         flip(first.path / file, bit)
         resolver = make(source)
         resolved = resolver.ask()
@@ -54,9 +66,8 @@ def test_any_flipped_bit_is_fetched_again_after_a_restart(make, file):
         assert resolver.kinds.count(StoreDamaged) == resolver.kinds.count(AdapterFetched) == 1
 
 
-def test_a_flipped_header_is_not_the_adapters_fault(make):
-    source = FakeSource("s3", {"sql": GOOD})
-    resolver = make(source)
+def test_a_flipped_header_is_not_the_adapters_fault(serving):
+    _, resolver = serving("s3", {"sql": GOOD})
     first = resolver.ask()
     resolver.store.release("sql", first.path)
     flip(first.path / WEIGHTS_FILE, 64)  # the first brace
@@ -69,49 +80,36 @@ def test_what_does_not_fit_is_refused_by_a_good_copy(make):
     source = FakeSource("s3", {"sql": files})
     flip(make(source).ask().path / WEIGHTS_FILE, 64)
     resolver = make(source)
-    resolver.base = resolver.base.__class__(path="org/tiny", max_rank=1)
+    resolver.base = replace(resolver.base, max_rank=1)
     with pytest.raises(IncompatibleAdapter):
         resolver.ask()
     assert content(resolver.store.layout.adapter(resolver.store.layout.digests()[0])) == files
     assert source.fetched == ["sql"] * 2
 
 
-def test_an_entry_is_hashed_once_per_process(make, monkeypatch):
+@pytest.mark.parametrize("max_rank", [16, 1])
+def test_an_entry_is_hashed_once_per_process(make, monkeypatch, max_rank):
+    """Not at all where it was fetched just now, and no more often where it fits nowhere."""
     source = FakeSource("s3", {"sql": GOOD, "other": GOOD})
-    first = make(source).ask()
+    before = make(source)
+    seen = hashes(before, monkeypatch)
+    first = before.ask()
+    before.store.release("sql", first.path)
+    assert before.ask() == first
+    assert seen == []
     resolver = make(source)
+    resolver.base = replace(resolver.base, max_rank=max_rank)
     seen = hashes(resolver, monkeypatch)
-    for _ in range(3):
-        resolver.ask()
-        resolver.store.release("sql", first.path)
-        resolver.ask("other")
+    for name in ("sql", "sql", "other"):
+        with contextlib.nullcontext() if max_rank == 16 else pytest.raises(IncompatibleAdapter):
+            resolver.ask(name)
+        resolver.store.release(name, first.path)
     assert seen == [first.digest]
 
 
-def test_what_was_fetched_just_now_is_not_hashed_again(make, monkeypatch):
-    resolver = make(FakeSource("s3", {"sql": GOOD}))
-    seen = hashes(resolver, monkeypatch)
-    resolver.store.release("sql", resolver.ask().path)
-    resolver.ask()
-    assert seen == []
-
-
-def test_what_keeps_failing_is_not_hashed_each_time(make, monkeypatch):
-    source = FakeSource("s3", {"sql": GOOD})
-    make(source).ask()
-    resolver = make(source)
-    resolver.base = resolver.base.__class__(path="org/tiny", max_rank=1)
-    seen = hashes(resolver, monkeypatch)
-    for _ in range(3):
-        with pytest.raises(IncompatibleAdapter):
-            resolver.ask()
-    assert len(seen) == 1
-
-
-def test_a_failed_check_is_hashed_where_nothing_else_shows_it(make, monkeypatch):
+def test_a_failed_check_is_hashed_where_nothing_else_shows_it(serving, monkeypatch):
     """A disk that returns other bytes changes no time."""
-    source = FakeSource("s3", {"sql": GOOD})
-    resolver = make(source)
+    _, resolver = serving("s3", {"sql": GOOD})
     first = resolver.ask()
     resolver.store.release("sql", first.path)
     flip(first.path / WEIGHTS_FILE, 64)
@@ -120,50 +118,33 @@ def test_a_failed_check_is_hashed_where_nothing_else_shows_it(make, monkeypatch)
     assert content(resolver.ask().path) == GOOD
 
 
-def test_two_names_that_find_it_both_get_good_bytes(make):
-    source = FakeSource("s3", {"sql": GOOD, "other": GOOD})
-    first = make(source).ask()
-    flip(first.path / WEIGHTS_FILE, 8 * len(GOOD[WEIGHTS_FILE]) - 1)
-    resolver = make(source)
+def test_two_names_that_find_it_both_get_good_bytes(make, damaged):
+    resolver = make(damaged)
 
     async def both() -> None:
         names = ("sql", "other")
         found = await asyncio.gather(*(resolver.resolve(name, resolver.base.path) for name in names))
         assert [content(one.path) for one in found] == [GOOD, GOOD]
+        assert resolver.store.verify(found[0].digest)
 
     asyncio.run(both())
-    assert resolver.store.verify(first.digest)
 
 
-def test_where_the_source_is_away_it_is_not_served(make, clock):
-    source = FakeSource("s3", {"sql": GOOD})
-    flip(make(source).ask().path / WEIGHTS_FILE, 8 * len(GOOD[WEIGHTS_FILE]) - 1)
-
-    async def away(*_: object) -> None:
-        raise SourceUnavailable("away")
-
-    good_fetch, source.fetch = source.fetch, away
-    resolver = make(source)
+def test_where_the_source_is_away_it_is_not_served(make, clock, damaged):
+    damaged.while_fetching = failing(SourceUnavailable("away"))
+    resolver = make(damaged)
     for _ in range(2):
         with pytest.raises(SourceUnavailable, match="away"):
             resolver.ask()
-    source.fetch = good_fetch
+    damaged.while_fetching = lambda: None
     clock.now_s += SourceUnavailable.retry_after_s
     assert content(resolver.ask().path) == GOOD
 
 
-def test_a_read_only_store_does_not_serve_damage(make, monkeypatch):
-    source = FakeSource("s3", {"sql": GOOD})
-    first = make(source).ask()
-    flip(first.path / WEIGHTS_FILE, 8 * len(GOOD[WEIGHTS_FILE]) - 1)
-    resolver = make(source)
-
-    def read_only(store: Store, digest: str) -> bool:
-        raise PermissionError(30, "Read-only file system")
-
-    monkeypatch.setattr(Store, "verify", read_only)
+def test_a_read_only_store_does_not_serve_damage(make, damaged, monkeypatch):
+    monkeypatch.setattr(Store, "verify", Mock(side_effect=PermissionError(30, "Read-only file system")))
     with pytest.raises(DamagedCopy):
-        resolver.ask()
+        make(damaged).ask()
 
 
 def test_a_copy_that_cannot_be_read_now_is_not_damaged(make, monkeypatch):
@@ -180,13 +161,12 @@ def test_a_copy_that_cannot_be_read_now_is_not_damaged(make, monkeypatch):
     assert not damaged_in(resolver.store.layout)
 
 
-def test_a_worker_reads_no_damaged_copy(make):
+def test_a_worker_reads_no_damaged_copy(make, damaged):
     """It asks its own store by digest, and its source where that has none."""
-    source = FakeSource("s3", {"sql": GOOD})
-    first = make(source).ask()
-    flip(first.path / WEIGHTS_FILE, 8 * len(GOOD[WEIGHTS_FILE]) - 1)
-    resolver = make(source)
-    assert resolver.store.acquire_sound(first.digest, "sql") is None
-    assert not resolver.store.leases.is_held(first.digest, "sql")
-    assert content(asyncio.run(resolver.latest("sql", None, resolver.base.path)).path) == GOOD
-    assert resolver.store.acquire_sound(first.digest, "sql") == first.path
+    resolver = make(damaged)
+    (digest,) = resolver.store.layout.digests()
+    assert resolver.store.acquire_sound(digest, "sql") is None
+    assert not resolver.store.leases.is_held(digest, "sql")
+    found = asyncio.run(resolver.latest("sql", None, resolver.base.path))
+    assert content(found.path) == GOOD
+    assert resolver.store.acquire_sound(digest, "sql") == found.path

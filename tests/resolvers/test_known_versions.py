@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from lora_plugins.resolvers.known_versions import KnownVersions, ResolvedAdapter
 from lora_plugins.resolvers.sources.source import RemoteAdapter, SourceFile
 from lora_plugins.settings import Settings
 from lora_plugins.store.manifest import Manifest, StoredFile
-from tests.resolvers.test_resolver import Clock, FakeSource
+from tests.resolvers.fakes import Clock, FakeSource
 
 SQL = ("sql", "")
 AT_SOURCE = (
@@ -21,19 +22,13 @@ AT_SOURCE = (
 )
 
 
-class FakeLeases:
-    def __init__(self) -> None:
-        self.held: set[tuple[str, object]] = set()
-
-    def is_held(self, digest: str, holder: object) -> bool:
-        return (digest, holder) in self.held
-
-
 class FakeStore:
     """The two answers of a store that the class under test asks for, and the number of looks."""
 
     def __init__(self) -> None:
-        self.leases, self.looks, self.is_there = FakeLeases(), 0, True
+        self.held: set[tuple[str, object]] = set()
+        self.leases = SimpleNamespace(is_held=lambda digest, holder: (digest, holder) in self.held)
+        self.looks, self.is_there = 0, True
 
     def has(self, directory: Path) -> bool:
         self.looks += 1
@@ -49,7 +44,7 @@ class Known(KnownVersions):
         self, name: str = "sql", digest: str = "a" * 64, uri: str = "s3://b/sql", **more: object
     ) -> ResolvedAdapter:
         version = ResolvedAdapter(name, 1, Path("/store") / digest, "s3", "v1", uri, 10, 4)
-        self.store.leases.held.add((digest, name))
+        self.store.held.add((digest, name))
         return self.note((name, ""), version, **more)
 
 
@@ -73,11 +68,11 @@ def test_a_local_or_disbelieved_answer_is_asked_for_again(known: Known) -> None:
 
 def test_a_version_without_a_lease_is_not_believed(known: Known) -> None:
     version = known.served(is_remote=True)
-    known.store.leases.held.clear()
+    known.store.held.clear()
     assert known.believed(SQL) is None
     holder = object()
     other = known.note(SQL, replace(version, holder=holder), is_remote=True)
-    known.store.leases.held.add((version.digest, holder))
+    known.store.held.add((version.digest, holder))
     assert known.believed(SQL) is other
 
 
@@ -91,13 +86,6 @@ def test_the_store_is_looked_at_once_a_second(known: Known) -> None:
     known.clock.now_s += 1
     assert known.believed(SQL) is None
     assert known.store.looks == 2
-
-
-def test_a_name_by_a_uri_has_answers_of_its_own(known: Known) -> None:
-    version = known.served()
-    assert known.last("sql", "s3://b/sql") is None
-    known.note(("sql", "s3://b/sql"), version)
-    assert known.last("sql", "s3://b/sql") is known.last("sql") is version
 
 
 def test_a_located_adapter_is_taken_once_and_soon(known: Known) -> None:

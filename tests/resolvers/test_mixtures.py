@@ -7,7 +7,6 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,13 +19,11 @@ from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAda
 from lora_plugins.resolvers import admission
 from lora_plugins.resolvers.sources import mixtures
 from lora_plugins.resolvers.sources.source import VersionChanged
-from lora_plugins.verification.children import children
 from tests.make import BASE, adapter_files, config, config_bytes, pair, weights
+from tests.resolvers.fakes import FakeSource, RecordingResolver
 from tests.resolvers.sources.contract import content
-from tests.resolvers.test_resolver import FakeSource, RecordingResolver, make
 from tests.resolvers.test_versions import leased, newest
 
-_ = make
 SQL, STYLE = adapter_files(), adapter_files(weights(2), r=2, lora_alpha=6)
 
 
@@ -153,18 +150,9 @@ def test_a_mixture_warns_as_its_parts(make) -> None:
         assert resolver.ask(name).warnings.count(warning) == 1, name
 
 
-def test_a_flood_of_mixtures_takes_few_reading_places(make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_of_mixtures_takes_few_reading_places(make, readings, monkeypatch: pytest.MonkeyPatch) -> None:
     """Readings of parts are a caller's, and the plan holds up no event loop."""
-    resolver, under_way, threads = make(make_source()), [0], set()
-    read, plan, most = children().read, mixtures.plan_mixture, 0
-
-    def counted(directory: Path, *args: object, **more: object):
-        nonlocal most
-        under_way[0] += 1
-        most = max(most, under_way[0])
-        reading = read(directory, *args, **more)
-        reading.add_done_callback(lambda _: under_way.__setitem__(0, under_way[0] - 1))
-        return reading
+    resolver, plan, threads = make(make_source()), mixtures.plan_mixture, set()
 
     def noted(parts: object):
         threads.add(threading.current_thread())
@@ -172,12 +160,12 @@ def test_a_flood_of_mixtures_takes_few_reading_places(make, monkeypatch: pytest.
 
     async def flood() -> None:
         await resolver.resolve("sql", BASE.path)
-        monkeypatch.setattr(children(), "read", counted)
+        readings.most = 0
         monkeypatch.setattr(mixtures, "plan_mixture", noted)
         await asyncio.gather(*(resolver.has(f"sql*0.{number}5", BASE.path) for number in range(40)))
 
     asyncio.run(flood())
-    assert 1 <= most <= admission._FETCHES_OF_ONE
+    assert 1 <= readings.most <= admission._FETCHES_OF_ONE
     assert threading.main_thread() not in threads
 
 

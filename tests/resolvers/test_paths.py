@@ -14,31 +14,23 @@ import pytest
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
-from lora_plugins.events import Events
-from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.sources.uri import is_by_path, place_by_path
-from lora_plugins.settings import BaseMatch, Settings
-from lora_plugins.store.store import Store
+from lora_plugins.settings import BaseMatch
 from tests.adapter.test_deliberate_refusals import CASES
 from tests.make import BASE, adapter_files, put
+from tests.resolvers.fakes import RecordingResolver
 from tests.resolvers.sources.contract import content
 
 NAME = " /any name\n@ at all "
 
 
-class Bed:
-    def __init__(self, root: Path, **settings: Any) -> None:
-        self.told: list[Any] = []
-        self.resolver = AdapterResolver(Settings(**settings), Events(self.told.append), Store(root))
-        self.resolver.base = BASE
-
-    def take(self, path: Path | str, holder: object = None) -> Any:
-        return asyncio.run(self.resolver.snapshot(NAME, str(path), BASE.path, holder))
+def take(resolver: RecordingResolver, path: Path | str, holder: object = None) -> Any:
+    return asyncio.run(resolver.snapshot(NAME, str(path), BASE.path, holder))
 
 
 @pytest.fixture
-def bed(tmp_path: Path) -> Bed:
-    return Bed(tmp_path / "store")
+def resolver(make) -> RecordingResolver:
+    return make()
 
 
 @pytest.fixture
@@ -46,11 +38,11 @@ def directory(tmp_path: Path) -> Path:
     return put(tmp_path / "a directory, @ any\\ name%41 ", adapter_files())
 
 
-def test_a_directory_is_copied_and_leased(bed: Bed, directory: Path) -> None:
-    taken = bed.take(directory)
+def test_a_directory_is_copied_and_leased(resolver: RecordingResolver, directory: Path) -> None:
+    taken = take(resolver, directory)
     assert content(taken.path) == adapter_files()
     assert (taken.name, taken.source, taken.uri) == (NAME, "filesystem", directory.as_uri())
-    assert bed.resolver.store.leases.is_held(taken.digest, NAME)
+    assert resolver.store.leases.is_held(taken.digest, NAME)
     inodes = {(directory / file).stat().st_ino for file in adapter_files()}
     assert not inodes & {(taken.path / file).stat().st_ino for file in adapter_files()}
     with (directory / WEIGHTS_FILE).open("r+b") as file:
@@ -59,86 +51,86 @@ def test_a_directory_is_copied_and_leased(bed: Bed, directory: Path) -> None:
     assert content(taken.path) == adapter_files()
 
 
-def test_each_time_it_is_what_lies_there_now(bed: Bed, directory: Path) -> None:
-    first = bed.take(directory)
+def test_each_time_it_is_what_lies_there_now(resolver: RecordingResolver, directory: Path) -> None:
+    first = take(resolver, directory)
     put(directory, adapter_files(lora_alpha=9))
-    second = bed.take(directory)
+    second = take(resolver, directory)
     assert first.digest != second.digest
-    assert asyncio.run(bed.resolver.latest(NAME, str(directory), BASE.path)).digest == second.digest
-    assert asyncio.run(bed.resolver.of_digest(NAME, first.digest)).digest == first.digest
+    assert asyncio.run(resolver.latest(NAME, str(directory), BASE.path)).digest == second.digest
+    assert asyncio.run(resolver.of_digest(NAME, first.digest)).digest == first.digest
 
 
-def test_symlinks_are_followed_wherever_they_lead(bed: Bed, tmp_path: Path, directory: Path) -> None:
+def test_symlinks_are_followed_wherever_they_lead(resolver: RecordingResolver, tmp_path: Path, directory: Path) -> None:
     """As in the Hub's cache, and `latest` beside checkpoints."""
     snapshot = tmp_path / "snapshot"
     snapshot.mkdir()
     for file in adapter_files():
         (snapshot / file).symlink_to(directory / file)
     (tmp_path / "latest").symlink_to(snapshot)
-    taken = bed.take(tmp_path / "latest")
+    taken = take(resolver, tmp_path / "latest")
     assert content(taken.path) == adapter_files()
     assert not any((taken.path / file).is_symlink() for file in adapter_files())
 
 
 @pytest.mark.parametrize("path", ["/not/there", "/", "/etc/passwd", "/dev/null/x", "no\0path"])
-def test_where_no_adapter_lies_the_answer_is_none(bed: Bed, path: str) -> None:
-    assert bed.take(path) is None
-    assert bed.told == [], "the workers may have it"
+def test_where_no_adapter_lies_the_answer_is_none(resolver: RecordingResolver, path: str) -> None:
+    assert take(resolver, path) is None
+    assert resolver.emitted == [], "the workers may have it"
 
 
-def test_a_uri_of_the_path_is_not_allowed_by_it(bed: Bed, directory: Path) -> None:
-    bed.take(directory)
+def test_a_uri_of_the_path_is_not_allowed_by_it(resolver: RecordingResolver, directory: Path) -> None:
+    take(resolver, directory)
     for uri in (str(directory), directory.as_uri(), f"path://{directory}", "path:///"):
         with pytest.raises(InvalidAdapter):
-            asyncio.run(bed.resolver.resolve("sql", BASE.path, uri))
+            asyncio.run(resolver.resolve("sql", BASE.path, uri))
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - {"symlinks"}))
-def test_what_is_refused_by_name_is_refused_by_path(tmp_path: Path, case: str) -> None:
+def test_what_is_refused_by_name_is_refused_by_path(make, tmp_path: Path, case: str) -> None:
     files, settings = CASES[case](tmp_path)
     path = put(tmp_path / "adapter", files)
     with pytest.raises(LoRAPluginsError) as refused:
-        Bed(tmp_path / "store", **settings).take(path)
+        take(make(**settings), path)
     assert refused.value.http_status == 400
     assert refused.value.adapter == NAME
 
 
 @pytest.mark.parametrize("described", [True, False])
-def test_where_only_workers_can_compare_names_do_not_count(tmp_path: Path, directory: Path, described: bool) -> None:
+def test_where_only_workers_can_compare_names_do_not_count(make, directory: Path, described: bool) -> None:
     put(directory, adapter_files(base_model_name_or_path="another/name"))
     for mode in BaseMatch:
-        bed = Bed(tmp_path / f"store-{mode}", base_match=mode)
+        resolver = make(base_match=mode)
         if not described:
-            bed.resolver.base = None
+            resolver.base = None
         if mode is BaseMatch.STRICT:
             with pytest.raises(IncompatibleAdapter, match="another/name"):
-                bed.take(directory)
+                take(resolver, directory)
         else:
-            assert bed.take(directory)
+            assert take(resolver, directory)
 
 
-def test_ranks_are_compared_where_the_engine_was_asked(bed: Bed, directory: Path) -> None:
-    bed.resolver.base = replace(BASE, max_rank=2)
+def test_ranks_are_compared_where_the_engine_was_asked(resolver: RecordingResolver, directory: Path) -> None:
+    resolver.base = replace(BASE, max_rank=2)
     with pytest.raises(IncompatibleAdapter, match="rank 4"):
-        bed.take(directory)
+        take(resolver, directory)
 
 
-def test_a_lease_is_its_holders(bed: Bed, directory: Path) -> None:
-    leases, one, other = bed.resolver.store.leases, object(), object()
-    first, second = bed.take(directory, one), bed.take(directory, other)
+def test_a_lease_is_its_holders(resolver: RecordingResolver, directory: Path) -> None:
+    leases, one, other = resolver.store.leases, object(), object()
+    first, second = take(resolver, directory, one), take(resolver, directory, other)
     assert first.digest == second.digest
-    bed.resolver.store.release(first.holder, first.path)
+    resolver.store.release(first.holder, first.path)
     assert [leases.is_held(first.digest, who) for who in (one, other, NAME)] == [False, True, False]
-    bed.resolver.store.release(second.holder, second.path)
+    resolver.store.release(second.holder, second.path)
     assert not leases.is_held(first.digest, other)
 
 
-def test_a_configuration_alone_is_no_adapter(bed: Bed, directory: Path) -> None:
+def test_a_configuration_alone_is_no_adapter(resolver: RecordingResolver, directory: Path) -> None:
     (directory / WEIGHTS_FILE).unlink()
     with pytest.raises(LoRAPluginsError, match="L002"):
-        bed.take(directory)
+        take(resolver, directory)
     (directory / CONFIG_FILE).unlink()
-    assert bed.take(directory) is None
+    assert take(resolver, directory) is None
 
 
 def test_paths_are_those_that_vllm_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

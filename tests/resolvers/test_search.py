@@ -17,7 +17,7 @@ from lora_plugins.resolvers.search import LookedUp, Query, SourceSearch
 from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.settings import Settings
 from tests.make import BASE, adapter_files
-from tests.resolvers.test_resolver import BROKEN, FakeSource, RecordingResolver
+from tests.resolvers.fakes import BROKEN, FakeSource, RecordingResolver
 
 SQL = Query(AdapterName("sql"))
 NOTHING = Absence("hub", "hub://sql", "nothing")
@@ -36,13 +36,6 @@ def test_answers_are_in_the_order_of_the_sources() -> None:
     assert (away, absence, looked.absences) == (AWAY, NOTHING, (NOTHING,))
     assert isinstance(found, RemoteAdapter)
     assert (looked.located, looked.error, later.asked) == ((has_it, found), None, [])
-
-
-def test_an_absence_beside_an_outage_is_no_absence() -> None:
-    looked = located(FakeSource("away", {"sql": AWAY}), FakeSource("hub"))
-    assert (looked.located, looked.error, looked.absences) == (None, AWAY, (NOTHING,))
-    with pytest.raises(SourceUnavailable, match="away"):
-        looked.version()
 
 
 def test_a_flood_is_no_answer_of_a_source(monkeypatch: pytest.MonkeyPatch) -> None:

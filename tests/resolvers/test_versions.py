@@ -6,6 +6,7 @@ import asyncio
 import errno
 import functools
 import json
+import logging
 import time
 import types
 from dataclasses import replace
@@ -24,7 +25,7 @@ from lora_plugins.errors import (
     SourceUnavailable,
     kind_of,
 )
-from lora_plugins.events import AdapterConfirmed, AdapterFetched
+from lora_plugins.events import AdapterConfirmed, AdapterResolved
 from lora_plugins.resolvers import admission
 from lora_plugins.resolvers import versions as versions_module
 from lora_plugins.resolvers.admission import FetchesBusy
@@ -37,13 +38,11 @@ from lora_plugins.store.manifest import Manifest, digest_of
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.verification import reading_process as process_module
 from lora_plugins.verification.children import Children
-from tests.make import BASE, CHAT, adapter_files, safetensors, weights
+from tests.make import BASE, CHAT, adapter_files, put, safetensors, weights
+from tests.resolvers import fakes
+from tests.resolvers.fakes import GOOD, FakeSource, RecordingResolver, failing
 from tests.resolvers.sources.contract import content, turned
-from tests.resolvers.test_resolver import FakeSource, RecordingResolver, clock, make
 from tests.verification.conftest import program
-
-_ = clock, make
-GOOD = adapter_files()
 
 
 def newest(resolver: RecordingResolver, name: str = "sql"):
@@ -55,9 +54,7 @@ def of_digest(resolver: RecordingResolver, name: str, prefix: str, **more: bool)
 
 
 def push(resolver: RecordingResolver, directory: Path, files: dict[str, bytes]):
-    directory.mkdir()
-    for name, data in files.items():
-        (directory / name).write_bytes(data)
+    put(directory, files)
     return asyncio.run(resolver.pushed(PushedAdapter.of("policy", directory, directory.name), BASE.path))
 
 
@@ -94,9 +91,8 @@ def test_a_refresh_asks_again_although_a_cancelled_one_still_fetches(make):
     asyncio.run(run())
 
 
-def test_a_refresh_asks_the_source_whatever_it_answered_before(make):
-    source = FakeSource("s3")
-    resolver = make(source)
+def test_a_refresh_asks_the_source_whatever_it_answered_before(serving):
+    source, resolver = serving("s3")
     assert resolver.ask() is None
     source.answers["sql"] = GOOD
     assert resolver.ask() is None, "believed for its time"
@@ -122,27 +118,26 @@ def test_a_version_that_has_not_changed_is_only_confirmed(make):
     assert resolver.emitted == [*emitted, AdapterConfirmed("sql", "s3")]
 
 
-def test_no_later_source_stands_in_for_an_unavailable_origin(make):
-    one, two = FakeSource("one", {"sql": GOOD}), FakeSource("two", {"sql": turned()})
-    resolver = make(one, two)
+@pytest.mark.parametrize("away", ["one", "two"])
+def test_only_the_origins_outage_hides_a_new_version(make, away):
+    """No later source stands in for the origin, and an earlier source may be away."""
+    sources = {label: FakeSource(label, {"sql": GOOD}) for label in ("one", "two")}
+    if away == "one":
+        sources["one"].answers["sql"] = SourceUnavailable("away")
+    resolver = make(*sources.values())
     first = resolver.ask()
-    one.answers["sql"] = SourceUnavailable("away")
+    sources["two"].answers["sql"] = turned()
+    if away == "one":
+        assert content(newest(resolver).path) == turned()
+        return
+    sources["one"].answers["sql"] = SourceUnavailable("away")
     with pytest.raises(SourceUnavailable, match="away"):
         newest(resolver)
     assert content(first.path) == GOOD
 
 
-def test_another_sources_outage_does_not_hide_a_new_version(make):
-    one, two = FakeSource("one", {"sql": SourceUnavailable("away")}), FakeSource("two", {"sql": GOOD})
-    resolver = make(one, two)
-    assert resolver.ask().source == "two"
-    two.answers["sql"] = turned()
-    assert content(newest(resolver).path) == turned()
-
-
-def test_refreshes_share_a_fetch_but_no_earlier_answer(make):
-    source = FakeSource("s3", {"sql": GOOD})
-    resolver = make(source)
+def test_refreshes_share_a_fetch_but_no_earlier_answer(serving):
+    source, resolver = serving("s3", {"sql": GOOD})
 
     async def run() -> None:
         source.gate = asyncio.Event()
@@ -166,36 +161,18 @@ def leased(resolver: RecordingResolver, resolved) -> bool:
     return bool(resolver.store.leases.holders(resolved.digest))
 
 
-def test_a_version_is_leased_until_its_name_is_released(make):
-    resolver = make(FakeSource("s3", {"sql": GOOD}))
+@pytest.mark.parametrize("remote", [True, False])
+def test_a_version_is_leased_until_its_name_is_released(serving, remote):
+    source, resolver = serving("one", {"sql": GOOD}, remote=remote)
     resolved = resolver.ask()
     resolver.store.release("other", resolved.path)
     resolver.store.release("sql", resolved.path.with_name("0" * 64))
     assert leased(resolver, resolved)
     resolver.store.release("sql", str(resolved.path))
     assert not leased(resolver, resolved)
-
-
-@pytest.mark.parametrize("remote", [True, False])
-def test_a_released_version_is_leased_again_when_requested(make, remote):
-    source = FakeSource("one", {"sql": GOOD}, remote=remote)
-    resolver = make(source)
-    first = resolver.ask()
-    resolver.store.release("sql", first.path)
-    assert resolver.ask() == first
-    assert leased(resolver, first)
+    assert resolver.ask() == resolved
+    assert leased(resolver, resolved)
     assert source.fetched == ["sql"]
-
-
-def test_releasing_a_new_version_keeps_the_old_lease(make):
-    source = FakeSource("s3", {"sql": GOOD})
-    resolver = make(source)
-    first = resolver.ask()
-    source.answers["sql"] = turned()
-    second = newest(resolver)
-    resolver.store.release("sql", second.path)
-    assert leased(resolver, first)
-    assert not leased(resolver, second)
 
 
 def test_one_name_releases_nothing_that_another_is_verifying(make, monkeypatch):
@@ -217,9 +194,8 @@ def test_one_name_releases_nothing_that_another_is_verifying(make, monkeypatch):
     assert not leased(resolver, second)
 
 
-def test_a_new_version_that_does_not_fit_is_not_leased(make):
-    source = FakeSource("s3", {"sql": GOOD})
-    resolver = make(source)
+def test_a_new_version_that_does_not_fit_is_not_leased(serving):
+    source, resolver = serving("s3", {"sql": GOOD})
     first = resolver.ask()
     source.answers["sql"] = adapter_files(rank_pattern={"no_module": 8})  # so weights decide
     resolver.base = replace(BASE, max_rank=1)
@@ -233,9 +209,8 @@ def test_a_new_version_that_does_not_fit_is_not_leased(make):
 # --- by digest
 
 
-def test_an_earlier_version_is_found_by_its_digest_without_asking(make):
-    source = FakeSource("s3", {"sql": GOOD})
-    resolver = make(source)
+def test_an_earlier_version_is_found_by_its_digest_without_asking(serving):
+    source, resolver = serving("s3", {"sql": GOOD})
     first = resolver.ask()
     source.answers["sql"] = turned()
     second = newest(resolver)
@@ -250,10 +225,9 @@ def test_an_earlier_version_is_found_by_its_digest_without_asking(make):
     assert len(source.asked) == asked
 
 
-def test_bytes_that_another_name_brought_are_found_by_digest_too(make):
+def test_bytes_that_another_name_brought_are_found_by_digest_too(serving):
     """A canary and the name that it became have the same bytes, which the store keeps once, from the first place."""
-    source = FakeSource("s3", {"canary": GOOD, "sql": GOOD, "other": turned()})
-    resolver = make(source)
+    _, resolver = serving("s3", {"canary": GOOD, "sql": GOOD, "other": turned()})
     canary, sql = resolver.ask("canary"), resolver.ask("sql")
     resolver.ask("other")
     assert canary.digest == sql.digest
@@ -297,9 +271,8 @@ def test_a_name_that_was_never_found_has_no_store_read(make, monkeypatch):
     assert read == [digest[:8]]
 
 
-def test_two_versions_of_one_prefix_are_none(make, monkeypatch):
-    source = FakeSource("s3", {"sql": GOOD})
-    resolver = make(source)
+def test_two_versions_of_one_prefix_are_none(serving, monkeypatch):
+    source, resolver = serving("s3", {"sql": GOOD})
     resolver.ask()
     source.answers["sql"] = turned()
     newest(resolver)
@@ -334,20 +307,6 @@ def test_a_store_that_is_gone_is_unavailable_and_comes_back(make):
     assert newest(resolver) is first
 
 
-def test_after_a_restart_versions_are_found_once_located(make):
-    source = FakeSource("s3", {"sql": GOOD})
-    before = make(source)
-    first = before.ask()
-    before.store.release("sql", first.path)
-    source.answers["sql"] = turned()
-    after = make(source)
-    assert of_digest(after, "sql", first.digest) is None
-    assert of_digest(after, "sql", first.digest, of_any_name=True).path == first.path
-    after.ask()
-    assert of_digest(after, "sql", first.digest).path == first.path
-    assert after.kinds.count(AdapterFetched) == 1
-
-
 def test_a_version_by_digest_is_validated_against_the_base_model(make):
     resolver = make(FakeSource("s3", {"sql": GOOD}))
     first = resolver.ask()
@@ -367,19 +326,15 @@ def test_a_damaged_version_is_not_found(make):
 
 
 @pytest.mark.parametrize("call", ["push", "by digest", "restore"])
-@pytest.mark.parametrize("delay_s", [None, 0.0, 0.02])
-def test_a_call_cancelled_in_any_await_leaves_no_lease(make, tmp_path, monkeypatch, call, delay_s):
-    source = FakeSource("s3", {"sql": GOOD})
-    resolver = make(source)
+@pytest.mark.parametrize("delay_s", [None, 0.0, 0.01])
+def test_a_call_cancelled_in_any_await_leaves_no_lease(serving, tmp_path, monkeypatch, call, delay_s):
+    source, resolver = serving("s3", {"sql": GOOD})
     resolver.on_abandoned = lambda version: resolver.store.release(version.name, version.path)
     version, acquire = resolver.ask(), Leases.acquire
-    directory = tmp_path / "pushed"
-    directory.mkdir()
-    for name, data in GOOD.items():
-        (directory / name).write_bytes(data)
+    directory = put(tmp_path / "pushed", GOOD)
 
     def slowly(*given):
-        time.sleep(0.05)  # a cancellation meets the thread in the midst
+        time.sleep(0.03)  # a cancellation meets the thread in the midst
         return acquire(*given)
 
     def begin():
@@ -396,7 +351,7 @@ def test_a_call_cancelled_in_any_await_leaves_no_lease(make, tmp_path, monkeypat
             await asyncio.wait([asking])
             if not asking.cancelled():
                 return
-            await asyncio.sleep(0.2)  # for the lease of a thread that has begun
+            await asyncio.sleep(0.1)  # for the lease of a thread that has begun
             deadline = time.monotonic() + 2
             while resolver.store.leases.is_ours(version.digest):
                 assert time.monotonic() < deadline, f"the lease is left after await {last}"
@@ -432,22 +387,6 @@ def cancelled_at(work, last: int, delay_s: float | None):
             answer = functools.partial(work.throw, error)
 
 
-def test_a_pickle_by_digest_is_refused_where_not_allowed(make):
-    files = {"adapter_config.json": GOOD["adapter_config.json"], "adapter_model.bin": b"pickle"}
-    source = FakeSource("s3", {"sql": files})
-    digest = make(source, allow_pickle=True).ask().digest
-    with pytest.raises(InvalidAdapter, match="LORA_PLUGINS_ALLOW_PICKLE"):
-        of_digest(make(source), "sql", digest, of_any_name=True)
-
-
-def test_a_resolved_adapter_has_digest_uri_rank_and_size(make):
-    resolved = make(FakeSource("s3", {"team/sql": GOOD})).ask("team/sql")
-    assert resolved.digest == resolved.path.name
-    assert Path(resolved.path).is_dir()
-    assert (resolved.uri, resolved.rank) == ("s3://team/sql", 4)
-    assert resolved.size_bytes == sum(map(len, GOOD.values()))
-
-
 # --- the configuration that engines read
 
 
@@ -481,35 +420,16 @@ def test_an_entry_without_that_configuration_is_fetched_again(make):
     assert Manifest.read(first.path).canonical
 
 
-def test_bytes_that_end_their_process_are_refused_once(make, monkeypatch):
+def test_bytes_that_end_their_process_are_refused_once(serving, monkeypatch):
     monkeypatch.setattr(process_module, "_PROGRAM", ENDING)
     ending = Children()
     monkeypatch.setattr(versions_module, "children", lambda: ending)
-    source = FakeSource("s3", {"sql": GOOD})
-    resolver = make(source)
+    source, resolver = serving("s3", {"sql": GOOD})
     for _ in range(3):
         with pytest.raises(InvalidAdapter, match="ends the process that reads it"):
             resolver.ask()
     assert source.fetched == ["sql"]
     assert not resolver.store.layout.digests()
-
-
-@pytest.mark.parametrize("fault", ["killed", "stalled"])
-def test_a_fault_while_bytes_are_read_passes(make, clock, monkeypatch, fault):
-    what = "os.kill(os.getpid(), 9)" if fault == "killed" else "time.sleep(600)"
-    first = "import os, time\nfrom lora_plugins.verification import child\n"
-    children = functools.cache(Children)
-    monkeypatch.setattr(versions_module, "children", children)
-    with monkeypatch.context() as meanwhile:
-        program(meanwhile, f"{first}child.verify_adapter = lambda *_: {what}")
-        meanwhile.setattr(process_module, "wall_s", lambda _: 0.3)
-        resolver = make(FakeSource("s3", {"sql": GOOD}))
-        while not children().pids():  # the resolver warms one, which must be of the program that fails
-            time.sleep(0.01)
-        with pytest.raises(SourceUnavailable):
-            resolver.ask()
-    clock.now_s += SourceUnavailable.retry_after_s
-    assert content(resolver.ask().path) == GOOD
 
 
 @pytest.mark.parametrize("fault", ["killed", "stalled", "full"])
@@ -519,22 +439,25 @@ def test_a_fault_is_met_once_within_its_retry_after(make, clock, monkeypatch, fa
     first = "import os, time\nfrom lora_plugins.verification import child\nverify = child.verify_adapter\n"
     children = functools.cache(Children)
     monkeypatch.setattr(versions_module, "children", children)
-    program(monkeypatch, f"{first}child.verify_adapter = lambda *_: {what}")
-    monkeypatch.setattr(process_module, "wall_s", lambda _: 0.3 if fault == "stalled" else 60)
     source = FakeSource("s3", {"sql": GOOD})
-    if fault == "full":
-        source.while_fetching = lambda: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
-    resolver = make(source)
-    for _ in range(3):
-        with pytest.raises((SourceUnavailable, OutOfMemory)) as caught:
-            resolver.ask()
-        assert (caught.value.adapter, kind_of(caught.value)) == ("sql", ErrorKind.FAULT)
+    with monkeypatch.context() as meanwhile:
+        program(meanwhile, f"{first}child.verify_adapter = lambda *_: {what}")
+        meanwhile.setattr(process_module, "wall_s", lambda _: 0.3 if fault == "stalled" else 60)
+        if fault == "full":
+            source.while_fetching = failing(OSError(errno.ENOSPC, "No space left on device"))
+        resolver = make(source)
+        while not children().pids():  # the resolver warms one, which must be of the program that fails
+            time.sleep(0.01)
+        for _ in range(3):
+            with pytest.raises((SourceUnavailable, OutOfMemory)) as caught:
+                resolver.ask()
+            assert (caught.value.adapter, kind_of(caught.value)) == ("sql", ErrorKind.FAULT)
     tries = ["sql"] * (2 if fault == "full" else 1)  # where the disk has room by now, another fetch may have left it
     assert source.fetched == tries
+    source.while_fetching = lambda: None
     clock.now_s += SourceUnavailable.retry_after_s
-    with pytest.raises((SourceUnavailable, OutOfMemory)):
-        resolver.ask()
-    assert source.fetched == tries * 2
+    assert content(resolver.ask().path) == GOOD
+    assert source.fetched == [*tries, "sql"]
 
 
 def test_fetched_files_that_vanish_are_no_missing_adapter(make, clock, monkeypatch):
@@ -561,9 +484,8 @@ def test_fetched_files_that_vanish_are_no_missing_adapter(make, clock, monkeypat
     assert content(resolver.ask().path) == GOOD
 
 
-def test_a_fetch_ends_at_the_operators_limit(make):
-    source = FakeSource("s3", {"sql": GOOD})
-    resolver = make(source, fetch_max_s=0.2)
+def test_a_fetch_ends_at_the_operators_limit(serving):
+    source, resolver = serving("s3", {"sql": GOOD}, fetch_max_s=0.2)
 
     async def ask():
         source.gate = asyncio.Event()
@@ -573,51 +495,20 @@ def test_a_fetch_ends_at_the_operators_limit(make):
         asyncio.run(ask())
 
 
-def test_a_turn_that_did_not_come_is_nobody_elses_fault(make, monkeypatch):
-    """Who asks next for the same adapter may have a place at once."""
-    monkeypatch.setattr(admission, "_FETCHES_OF_ONE", 1)
-    source = FakeSource("s3", {"sql": GOOD, "held": turned()})
-    resolver = make(source, fetch_timeout_s=0.2)
-
-    async def one_after_another():
-        source.gate = asyncio.Event()
-        held = asyncio.create_task(resolver.resolve("held", BASE.path))
-        while source.fetched != ["held"]:
-            await asyncio.sleep(0.001)
-        with pytest.raises(FetchesBusy, match=r"adapter 'sql'.*fetches from s3.*a turn within 0.2 s"):
-            await resolver.resolve("sql", BASE.path)
-        source.gate.set()
-        await held
-        return await resolver.resolve("sql", BASE.path)
-
-    assert asyncio.run(one_after_another()).name == "sql"
-
-
 ENDING = process_module._PROGRAM.replace(
     "main()",
     "import os\nfrom lora_plugins.verification import child\nchild.verify_adapter = lambda *_: os.abort()\nmain()",
 )
 
 
-def test_one_principals_copies_are_read_in_turns(make, monkeypatch):
+def test_one_principals_copies_are_read_in_turns(make, readings):
     """After a restart each stored version is read before it is served, in two processes for everybody."""
-    answers = {f"sql-{number}": adapter_files(lora_alpha=number + 1) for number in range(12)}
+    answers = {f"sql-{number}": adapter_files(lora_alpha=number + 1) for number in range(8)}
     source = FakeSource("s3", answers)
     before = make(source)
     for name in answers:
         before.ask(name)
-    reading, read = set(), Children.read
-    most = 0
-
-    def counted(self, directory, settings):
-        nonlocal most
-        answer = read(self, directory, settings)
-        reading.add(answer)
-        answer.add_done_callback(reading.discard)
-        most = max(most, len(reading))
-        return answer
-
-    monkeypatch.setattr(Children, "read", counted)
+    assert readings.most == 1
     after = make(source)
     after.principal = lambda: "team-a"
 
@@ -625,27 +516,30 @@ def test_one_principals_copies_are_read_in_turns(make, monkeypatch):
         await asyncio.gather(*(after.resolve(name, BASE.path) for name in answers))
 
     asyncio.run(run())
-    assert (most, len(source.fetched)) == (4, 12)
+    assert (readings.most, len(source.fetched)) == (4, 8)
 
 
 def test_a_version_in_the_store_waits_for_no_fetch(make, monkeypatch):
-    monkeypatch.setattr(admission, "_FETCHES", 1)
-    source = FakeSource("s3", {"sql": GOOD, "held": turned()})
-    make(source).ask("sql")
-    after = make(source)
+    """Another version waits; who asks next for the same adapter may have a place at once."""
+    monkeypatch.setattr(admission, "_FETCHES_OF_ONE", 1)
+    source = FakeSource("s3", {"here": adapter_files(lora_alpha=3), "sql": GOOD, "held": turned()})
+    make(source).ask("here")
+    resolver = make(source, fetch_timeout_s=0.2)
 
     async def beside_a_fetch_that_hangs():
         source.gate = asyncio.Event()
-        held = asyncio.create_task(after.resolve("held", BASE.path))
+        held = asyncio.create_task(resolver.resolve("held", BASE.path))
         while source.fetched[-1] != "held":
             await asyncio.sleep(0.001)
-        found = await after.resolve("sql", BASE.path)
+        assert (await resolver.resolve("here", BASE.path)).name == "here"
+        with pytest.raises(FetchesBusy, match=r"adapter 'sql'.*fetches from s3.*a turn within 0.2 s"):
+            await resolver.resolve("sql", BASE.path)
         source.gate.set()
         await held
-        return found
+        return await resolver.resolve("sql", BASE.path)
 
     assert asyncio.run(beside_a_fetch_that_hangs()).name == "sql"
-    assert source.fetched == ["sql", "held"]
+    assert source.fetched == ["here", "held", "sql"]
 
 
 # --- files for chats
@@ -708,14 +602,24 @@ def test_a_long_file_for_chats_is_left_at_its_source(make, name):
 # --- restored from the store by a later server
 
 
+@pytest.fixture
+def stored(make):
+    """A version that an earlier server brought from a source, and the place that the server knows it by."""
+
+    def store(label: str):
+        before = make(FakeSource(label, {"sql": GOOD}))
+        version = before.ask()
+        return version, before.place_of(version)
+
+    return store
+
+
 def restored(resolver: RecordingResolver, name: str, uri: str | None, digest: str, place: str):
     return asyncio.run(resolver.restored(name, uri, digest, place))
 
 
-def test_a_later_server_restores_a_version_without_asking_its_source(make):
-    before = make(FakeSource("s3", {"sql": adapter_files()}))
-    version = before.ask()
-    place = before.place_of(version)
+def test_a_later_server_restores_a_version_without_asking_its_source(make, stored):
+    version, place = stored("s3")
     away = FakeSource("s3", {"sql": SourceUnavailable("no answer")})
     other = FakeSource("hub", {"sql": turned()})
     after = make(away, other)
@@ -728,11 +632,9 @@ def test_a_later_server_restores_a_version_without_asking_its_source(make):
     assert of_digest(after, "sql", version.digest[:12]).path == version.path
 
 
-def test_a_version_of_another_packages_source_is_restored_twice(make):
+def test_a_version_of_another_packages_source_is_restored_twice(make, stored):
     """Its URIs have a scheme of their own, by which nobody knows the source's label."""
-    before = make(FakeSource("zip", {"sql": adapter_files()}))
-    version = before.ask()
-    place = before.place_of(version)
+    version, place = stored("zip")
     for _ in range(2):
         after = make(FakeSource("zip", {"sql": adapter_files()}))
         found = restored(after, "sql", None, version.digest, place)
@@ -740,10 +642,8 @@ def test_a_version_of_another_packages_source_is_restored_twice(make):
         assert of_digest(after, "sql", version.digest[:12]).source == "zip"
 
 
-def test_nothing_is_restored_that_this_server_would_not_find(make):
-    before = make(FakeSource("s3", {"sql": adapter_files()}))
-    version = before.ask()
-    place = before.place_of(version)
+def test_nothing_is_restored_that_this_server_would_not_find(make, stored):
+    version, place = stored("s3")
     after = make(FakeSource("s3", {"sql": adapter_files()}))
     holders = set(after.store.leases.holders(version.digest))
     assert restored(after, "sql", None, version.digest, "s3 (s3://another/bucket)") is None
@@ -752,3 +652,30 @@ def test_nothing_is_restored_that_this_server_would_not_find(make):
     with pytest.raises(InvalidAdapter):
         restored(after, "sql", "s3://not/allowed", version.digest, place)
     assert set(after.store.leases.holders(version.digest)) == holders
+
+
+# --- warnings
+
+
+SERVED, OTHER = "Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-Coder-7B"
+SAID = f"trained on {OTHER}, served on {SERVED}: another name (coder, not plain)"
+
+
+def test_a_warning_is_kept_with_the_version(make, logged, monkeypatch):
+    """From the verification to the log, the list of adapters and the answers."""
+    monkeypatch.setattr(fakes, "LogEvents", functools.cache(fakes.LogEvents))  # of one server
+    bases = {"coder": OTHER, "same": "unsloth/qwen2.5-7b-bnb-4bit"}
+    source = FakeSource("s3", {name: adapter_files(base_model_name_or_path=base) for name, base in bases.items()})
+    for _ in range(2):  # the second time as after a restart, out of the store
+        resolver = make(source)
+        resolver.base = replace(BASE, path=SERVED)
+        warned, same = resolver.ask("coder"), resolver.ask("same")
+        assert (warned.warnings, same.warnings) == ((SAID,), ())
+        assert (resolver.known.warnings_of(warned.digest), resolver.known.warnings_of(same.digest)) == ((SAID,), ())
+        assert of_digest(resolver, "coder", warned.digest).warnings == (SAID,)
+        events = [event for event in resolver.emitted if isinstance(event, AdapterResolved)]
+        assert [event.warnings for event in events] == [(SAID,), ()]
+    lines = [record for record in logged.records if SAID in record.message]
+    assert [record.levelno for record in lines] == [logging.WARNING, logging.DEBUG], "once for a version"
+    assert lines[0].message.startswith("Adapter 'coder' (")
+    assert not any("every shape fits" in record.message and "coder" in record.message for record in logged.records)

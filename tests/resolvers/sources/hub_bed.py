@@ -64,11 +64,16 @@ class Bed:
 
     def leftovers(self) -> list[Path]:
         """What lies in the store unfinished, once the threads that nobody waits for any more have ended."""
-        deadline = time.monotonic() + 120
-        while any(thread.name == "lora-plugins-hub" for thread in threading.enumerate()):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_for_threads()
         return list(self.store.layout.folder("tmp").rglob("*"))
+
+
+def wait_for_threads() -> None:
+    """Until the threads of downloads have ended."""
+    deadline = time.monotonic() + 120
+    while any(thread.name == "lora-plugins-hub" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def check(directory: Path) -> ReadAdapter:

@@ -1,13 +1,11 @@
-"""S3 behind the fault proxy, a store, and a source between them; import the fixtures by name."""
+"""S3 behind the fault proxy, a store, and a source between them: the fixture `bed`."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,8 +20,8 @@ from lora_plugins.resolvers.sources.ranges import DownloadLimits
 from lora_plugins.resolvers.sources.s3 import s3_storage_options
 from lora_plugins.resolvers.sources.source import RemoteAdapter
 from lora_plugins.store.store import Store, StoredAdapter
-from testbed.proxy import FaultProxy, fault_proxy
-from testbed.s3 import S3, Bucket, s3_server
+from testbed.proxy import FaultProxy
+from testbed.s3 import S3, Bucket
 from tests.make import content
 
 RANGE = 256 << 10
@@ -76,27 +74,6 @@ class Bed:
         assert not list(self.store.layout.folder("tmp").iterdir())
         for digest in self.store.layout.digests():
             assert self.store.verify(digest)
-
-
-@pytest.fixture(scope="session")
-def s3() -> Iterator[S3]:
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture(scope="session")
-def shared_proxy(s3: S3) -> Iterator[FaultProxy]:
-    with fault_proxy(s3.url) as proxy:
-        yield proxy
-
-
-@pytest.fixture
-def bed(s3: S3, shared_proxy: FaultProxy, tmp_path: Path) -> Iterator[Bed]:
-    s3.reset()
-    shared_proxy.clear()
-    shared_proxy.forget()
-    yield Bed(s3, shared_proxy, s3.bucket(), Store(tmp_path / "store"))
-    shared_proxy.refuse(False)
 
 
 def read(stored: StoredAdapter | None) -> dict[str, bytes]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from lora_plugins.adapter.names import adapter_id
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, InvalidSettings, SourceUnavailable
 from lora_plugins.events import (
     AdapterFetched,
-    AdapterRejected,
     AdapterResolved,
     AdapterUnknown,
 )
@@ -27,26 +26,16 @@ from lora_plugins.resolvers.sources import hub as hub_module
 from lora_plugins.resolvers.sources.configured import sources_of
 from lora_plugins.resolvers.sources.filesystem import FilesystemSource
 from lora_plugins.settings import Settings
-from testbed.hub import Hub, local_hub
-from tests.make import BASE, adapter_files, put
-from tests.resolvers import test_resolver
+from testbed.hub import Hub
+from tests.make import BASE, put
+from tests.resolvers import fakes
+from tests.resolvers.fakes import GOOD
 from tests.resolvers.sources.contract import content, turned
 from tests.resolvers.sources.hub_bed import isolate
-from tests.resolvers.sources.object_bed import (
-    ACCESS_POINT,
-    ACCESS_POINT_ENDPOINT,
-    Bed,
-    bed,
-    s3,
-    shared_proxy,
-)
-
-_ = (bed, s3, shared_proxy)
-GOOD = adapter_files()
-BROKEN = {**GOOD, CONFIG_FILE: b"{"}
+from tests.resolvers.sources.object_bed import ACCESS_POINT, ACCESS_POINT_ENDPOINT, Bed
 
 
-class RecordingResolver(test_resolver.RecordingResolver):
+class RecordingResolver(fakes.RecordingResolver):
     """A resolver without any source, that remembers its events."""
 
     def load(self, uri: str, name: str = "sql") -> ResolvedAdapter:
@@ -115,19 +104,13 @@ class HubPlace(Place):
         self.hub.commit("team/loras", {f"{name}/{file}": None for file in GOOD})
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Hub]:
-    with local_hub() as running:
-        yield running
-
-
 @pytest.fixture
-def hub(server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
-    server.reset()
+def hub(hub_server: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Hub:
+    hub_server.reset()
     isolate(monkeypatch, tmp_path)
-    local = partial(hub_module.HubSource, endpoint=server.url, cache_dir=tmp_path / "hub-cache")
+    local = partial(hub_module.HubSource, endpoint=hub_server.url, cache_dir=tmp_path / "hub-cache")
     monkeypatch.setattr(hub_module, "HubSource", local)
-    return server
+    return hub_server
 
 
 @pytest.fixture(params=["file", "s3", "access point", "hf"])
@@ -146,10 +129,28 @@ def resolver(place: Place, tmp_path: Path) -> RecordingResolver:
     return RecordingResolver(tmp_path / "store", allowed_uris=(place.prefix,), **place.settings)
 
 
+@pytest.fixture
+def allowing(tmp_path: Path) -> Callable[..., RecordingResolver]:
+    """A resolver that may fetch below these prefixes; without any, below the directory `allowed`."""
+
+    def make(*prefixes: str, **settings: Any) -> RecordingResolver:
+        return RecordingResolver(
+            tmp_path / "store", allowed_uris=prefixes or ((tmp_path / "allowed").as_uri(),), **settings
+        )
+
+    return make
+
+
+@pytest.fixture
+def v1(tmp_path: Path) -> str:
+    """The URI of an adapter in the directory `allowed`."""
+    return put(tmp_path / "allowed" / "v1", GOOD).as_uri()
+
+
 # --- every scheme, with no resolver configured
 
 
-def test_an_adapter_is_fetched_verified_and_leased_by_its_uri(place, resolver):
+def test_an_adapter_is_fetched_verified_and_leased_by_its_uri(place, resolver, tmp_path):
     place.put("v1", GOOD)
     resolved = resolver.load(f"{place.prefix}/v1")
     (digest,) = resolver.store.layout.digests()
@@ -163,36 +164,19 @@ def test_an_adapter_is_fetched_verified_and_leased_by_its_uri(place, resolver):
     assert isinstance(fetched, AdapterFetched)
     assert isinstance(event, AdapterResolved)
     assert (fetched.name, fetched.uri, event.name, event.source) == ("sql", resolved.uri, "sql", place.label)
-
-
-def test_a_uri_is_no_name_of_its_adapter(place, resolver):
-    place.put("v1", GOOD)
-    resolver.load(f"{place.prefix}/v1")
-    assert resolver.ask("sql") is None
-    assert resolver.ask("v1") is None
-
-
-def test_where_nothing_lies_it_is_not_found(place, resolver):
-    place.put("other", GOOD)
+    assert [resolver.ask(name) for name in ("sql", "v1")] == [None, None], "a URI is no name of its adapter"
     with pytest.raises(AdapterNotFound, match="no adapter at this URI") as caught:
         resolver.load(f"{place.prefix}/missing")
     assert (caught.value.adapter, caught.value.http_status) == ("sql", 404)
-    assert resolver.kinds == [AdapterUnknown]
-
-
-def test_a_broken_adapter_is_refused_and_leaves_nothing(place, resolver):
-    place.put("v1", BROKEN)
-    for _ in range(2):
-        with pytest.raises(InvalidAdapter) as caught:
-            resolver.load(f"{place.prefix}/v1")
-        assert (caught.value.adapter, caught.value.file) == ("sql", CONFIG_FILE)
-    assert resolver.store.layout.digests() == []
-    assert set(resolver.kinds) == {AdapterRejected}
+    assert resolver.kinds[-1] is AdapterUnknown
+    with pytest.raises(InvalidAdapter, match="not allowed"):
+        RecordingResolver(tmp_path / "store", **place.settings).load(f"{place.prefix}/v1")
 
 
 def test_a_new_version_leaves_the_old_one_in_place(place, resolver):
     uri = f"{place.prefix}/v1"
     place.put("v1", GOOD)
+    place.put("beside", GOOD)
     first = resolver.load(uri)
     assert resolver.newest(uri) == first
     place.put("v1", turned())
@@ -200,29 +184,17 @@ def test_a_new_version_leaves_the_old_one_in_place(place, resolver):
     assert second.digest != first.digest
     assert content(second.path) == turned()
     assert resolver.load(uri) == second
-    assert content(first.path) == GOOD
-    assert not resolver.store.remove(first.digest)
-    assert not resolver.store.remove(second.digest)
-    resolver.store.release("sql", first.path)
-    assert resolver.store.remove(first.digest)
-    assert not resolver.store.remove(second.digest)
-
-
-def test_what_left_the_source_is_still_served(place, resolver):
-    uri = f"{place.prefix}/v1"
-    place.put("v1", GOOD)
-    place.put("beside", GOOD)
-    first = resolver.load(uri)
     place.remove("v1")
     assert resolver.newest(uri) is None
-    assert content(first.path) == GOOD
-    assert not resolver.store.remove(first.digest)
     with pytest.raises(AdapterNotFound):
         resolver.load(uri)
+    assert (content(first.path), content(second.path)) == (GOOD, turned()), "what left the source is still served"
+    resolver.store.release("sql", first.path)
+    assert [resolver.store.remove(version.digest) for version in (first, second)] == [True, False]
 
 
-def test_what_is_not_allowed_says_nothing_of_what_is_there(tmp_path):
-    resolver, prefix, said = file_resolver(tmp_path), (tmp_path / "allowed").as_uri(), []
+def test_what_is_not_allowed_says_nothing_of_what_is_there(allowing, tmp_path):
+    resolver, prefix, said = allowing(), (tmp_path / "allowed").as_uri(), []
     for exists in (False, True):
         for directory in ("allowedx/v1", "v1", "allowed-private/v1") if exists else ():
             put(tmp_path / directory, GOOD)
@@ -237,178 +209,149 @@ def test_what_is_not_allowed_says_nothing_of_what_is_there(tmp_path):
     assert (resolver.emitted, resolver.store.layout.digests()) == ([], [])
 
 
-def test_a_malformed_name_is_refused_before_anything_is_asked(tmp_path):
-    put(tmp_path / "allowed" / "v1", GOOD)
-    resolver = file_resolver(tmp_path)
-    for name in ("", "../sql", "a//b", "a" * 257):
-        with pytest.raises(InvalidAdapter, match="choose another name"):
-            resolver.load((tmp_path / "allowed" / "v1").as_uri(), name)
+@pytest.mark.parametrize("name", ["", "../sql", "a//b", "a" * 257])
+def test_a_malformed_name_is_refused_before_anything_is_asked(allowing, v1, name):
+    resolver = allowing()
+    with pytest.raises(InvalidAdapter, match="choose another name"):
+        resolver.load(v1, name)
     assert resolver.emitted == []
-
-
-def test_without_prefixes_nothing_is_fetched(place, tmp_path):
-    place.put("v1", GOOD)
-    with pytest.raises(InvalidAdapter, match="not allowed"):
-        RecordingResolver(tmp_path / "store", **place.settings).load(f"{place.prefix}/v1")
 
 
 # --- a name by URI and the same name at a source
 
 
 @pytest.fixture
-def both(tmp_path: Path) -> RecordingResolver:
+def both(allowing, v1, tmp_path: Path) -> RecordingResolver:
     """`sql` at a source, and other bytes at file:///…/allowed/v1."""
     put(tmp_path / "names" / "sql", turned())
-    put(tmp_path / "allowed" / "v1", GOOD)
-    resolver = RecordingResolver(tmp_path / "store", allowed_uris=((tmp_path / "allowed").as_uri(),))
+    resolver = allowing()
     resolver.add(FilesystemSource(tmp_path / "names"))
     return resolver
 
 
-def test_a_name_by_uri_and_at_a_source_differ(both, tmp_path):
-    uri = (tmp_path / "allowed" / "v1").as_uri()
+def test_a_name_by_uri_and_at_a_source_differ(both, v1):
     for _ in range(2):
-        by_name, by_uri = both.ask("sql"), both.load(uri)
+        by_name, by_uri = both.ask("sql"), both.load(v1)
         assert content(by_name.path) == turned()
         assert content(by_uri.path) == GOOD
-        assert by_uri.uri == uri
+        assert by_uri.uri == v1
         assert both.newest(None) == by_name
-        assert both.newest(uri) == by_uri
+        assert both.newest(v1) == by_uri
 
 
-def test_both_at_once_do_not_get_each_others_answer(both, tmp_path):
-    uri = (tmp_path / "allowed" / "v1").as_uri()
-
+def test_both_at_once_do_not_get_each_others_answer(both, v1):
     async def at_once() -> list[Any]:
-        asking = (both.resolve("sql", ""), both.resolve("sql", "", uri), both.latest("sql", None, ""))
+        asking = (both.resolve("sql", ""), both.resolve("sql", "", v1), both.latest("sql", None, ""))
         return await asyncio.gather(*asking)
 
     by_name, by_uri, newest = asyncio.run(at_once())
     assert [content(each.path) for each in (by_name, by_uri, newest)] == [turned(), GOOD, turned()]
 
 
-def test_a_name_and_a_uri_share_one_fetch(tmp_path):
-    put(tmp_path / "root" / "sql", GOOD)
-    resolver = RecordingResolver(tmp_path / "store", allowed_uris=((tmp_path / "root").as_uri(),))
-    resolver.add(FilesystemSource(tmp_path / "root"))
-    assert resolver.ask("sql").path == resolver.load((tmp_path / "root" / "sql").as_uri(), "other").path
+def test_a_name_and_a_uri_share_one_fetch(allowing, v1, tmp_path):
+    resolver = allowing()
+    resolver.add(FilesystemSource(tmp_path / "allowed"))
+    assert resolver.ask("v1").path == resolver.load(v1, "other").path
     assert resolver.kinds.count(AdapterFetched) == 1
 
 
 # --- file://
 
 
-def file_resolver(tmp_path: Path, *prefixes: str, **settings: Any) -> RecordingResolver:
-    return RecordingResolver(
-        tmp_path / "store", allowed_uris=prefixes or ((tmp_path / "allowed").as_uri(),), **settings
-    )
-
-
-def test_a_symlink_out_of_the_allowed_directory_is_refused(tmp_path):
+def test_a_symlink_out_of_the_allowed_directory_is_refused(allowing, v1, tmp_path):
     put(tmp_path / "outside" / "sql", GOOD)
-    (tmp_path / "allowed").mkdir()
     os.symlink(tmp_path / "outside" / "sql", tmp_path / "allowed" / "sql")
     uri = (tmp_path / "allowed" / "sql").as_uri()
     with pytest.raises(InvalidAdapter, match="symlink"):
-        file_resolver(tmp_path).load(uri)
-    assert content(file_resolver(tmp_path, link_roots=(Path("/"),)).load(uri).path) == GOOD
+        allowing().load(uri)
+    assert content(allowing(link_roots=(Path("/"),)).load(uri).path) == GOOD
 
 
-def test_a_prefix_may_be_the_adapter_itself(tmp_path):
-    put(tmp_path / "allowed" / "v1", GOOD)
+def test_a_prefix_may_be_the_adapter_itself(allowing, v1, tmp_path):
     put(tmp_path / "allowed" / "v12", GOOD)
-    uri = (tmp_path / "allowed" / "v1").as_uri()
-    resolver = file_resolver(tmp_path, uri)
-    assert content(resolver.load(uri).path) == GOOD
+    resolver = allowing(v1)
+    assert content(resolver.load(v1).path) == GOOD
     with pytest.raises(InvalidAdapter, match="not allowed"):
-        resolver.load(uri + "2")
+        resolver.load(v1 + "2")
 
 
-def test_segments_that_no_name_could_have_are_found(tmp_path):
-    put(tmp_path / "allowed" / ".hidden" / "a@b@c d", GOOD)
-    resolved = file_resolver(tmp_path).load((tmp_path / "allowed" / ".hidden" / "a@b@c d").as_uri())
-    assert content(resolved.path) == GOOD
+def test_segments_that_no_name_could_have_are_found(allowing, tmp_path):
+    place = put(tmp_path / "allowed" / ".hidden" / "a@b@c d", GOOD)
+    assert content(allowing().load(place.as_uri()).path) == GOOD
 
 
-def test_a_lost_mount_is_an_outage_that_names_its_setting(tmp_path):
-    with pytest.raises(SourceUnavailable, match="LORA_PLUGINS_ALLOWED_URIS"):
-        file_resolver(tmp_path).load((tmp_path / "allowed" / "v1").as_uri())
+@pytest.mark.parametrize(
+    ("prefix", "says"), [("file:///lost/mount", "LORA_PLUGINS_ALLOWED_URIS"), ("nosuch://bucket", "nosuch://")]
+)
+def test_a_place_that_cannot_be_asked_is_an_outage(allowing, prefix, says):
+    with pytest.raises(SourceUnavailable, match=says):
+        allowing(prefix).load(f"{prefix}/x")
 
 
 # --- object stores
 
 
-def test_any_fsspec_scheme_works(tmp_path):
+def test_any_fsspec_scheme_works(allowing):
     memory = fsspec.filesystem("memory")
     for file, data in GOOD.items():
         memory.pipe_file(f"/by-uri/team/sql/{file}", data)
     try:
-        resolved = RecordingResolver(tmp_path / "store", allowed_uris=("memory://by-uri/team",)).load(
-            "memory://by-uri/team/sql"
-        )
+        assert content(allowing("memory://by-uri/team").load("memory://by-uri/team/sql").path) == GOOD
     finally:
         memory.rm("/by-uri", recursive=True)
-    assert content(resolved.path) == GOOD
 
 
-def test_a_scheme_that_cannot_be_asked_here_is_no_404(tmp_path):
-    resolver = RecordingResolver(tmp_path / "store", allowed_uris=("nosuch://bucket",))
-    with pytest.raises(SourceUnavailable, match="nosuch://"):
-        resolver.load("nosuch://bucket/x")
-
-
-def test_a_local_path_template_is_for_names_only(bed, tmp_path):
+def test_a_local_path_template_is_for_names_only(bed, allowing, tmp_path):
     bed.put("v1", dict(GOOD))
     uri = f"s3://{bed.bucket.name}/loras/v1"
-    links = str(tmp_path / "links" / "{lora_name}")
-    RecordingResolver(tmp_path / "store", allowed_uris=(uri,), aws=bed.s3.env(), local_path_template=links).load(uri)
+    allowing(uri, aws=bed.s3.env(), local_path_template=str(tmp_path / "links" / "{lora_name}")).load(uri)
     assert not (tmp_path / "links").exists()
 
 
 # --- the Hub
 
 
-def test_a_revision_of_the_uri_is_what_is_served(hub, tmp_path):
+def test_a_revision_of_the_uri_is_what_is_served(hub, allowing):
     hub.commit("team/sql", GOOD)
     hub.tag("team/sql", "v1")
     hub.commit("team/sql", turned())
-    resolver = RecordingResolver(tmp_path / "store", allowed_uris=("hf://team",))
+    resolver = allowing("hf://team")
     assert content(resolver.load("hf://team/sql@v1").path) == GOOD
     assert content(resolver.load("hf://team/sql").path) == turned()
     assert content(resolver.newest("hf://team/sql@v1").path) == GOOD
 
 
-def test_with_a_policy_a_link_leaves_no_folder(tmp_path):
+def test_with_a_policy_a_link_leaves_no_folder(allowing, tmp_path):
     root = tmp_path / "allowed"
-    put(root / "team-b" / "sql", adapter_files())
-    put(root / "team-a" / "v3", adapter_files())
+    put(root / "team-b" / "sql", GOOD)
+    put(root / "team-a" / "v3", GOOD)
     (root / "team-a" / "steal").symlink_to("../team-b/sql")
     (root / "team-a" / "latest").symlink_to("v3")
-    without = RecordingResolver(tmp_path / "store", allowed_uris=(root.as_uri(),))
-    assert without.load(f"{root.as_uri()}/team-a/steal")
-    resolver = RecordingResolver(tmp_path / "other", allowed_uris=(root.as_uri(),), policy=tmp_path / "policy.toml")
-    assert resolver.load(f"{root.as_uri()}/team-a/latest")
+    steal, latest = (f"{root.as_uri()}/team-a/{name}" for name in ("steal", "latest"))
+    assert allowing().load(steal)
+    resolver = allowing(policy=tmp_path / "policy.toml")
+    assert resolver.load(latest)
     with pytest.raises(AdapterNotFound):
-        resolver.load(f"{root.as_uri()}/team-a/steal")
+        resolver.load(steal)
 
 
-def test_a_strangers_pull_request_needs_a_prefix_of_its_own(hub, tmp_path):
+def test_a_strangers_pull_request_needs_a_prefix_of_its_own(hub, allowing):
     hub.commit("team/sql", GOOD)
     commit = hub.pull_request("team/sql", turned(), 7)
-    resolver = RecordingResolver(tmp_path / "store", allowed_uris=("hf://team",))
+    resolver = allowing("hf://team")
     with pytest.raises(InvalidAdapter, match=r"refs/pr/7.*no branch or tag"):
         resolver.load("hf://team/sql@refs/pr/7")
     with pytest.raises(AdapterNotFound):
         resolver.load(f"hf://team/sql@{commit}")
-    pinned = RecordingResolver(tmp_path / "pinned", allowed_uris=("hf://team", "hf://team/sql@refs/pr/7"))
+    pinned = allowing("hf://team", "hf://team/sql@refs/pr/7")
     assert content(pinned.load("hf://team/sql@refs/pr/7").path) == turned()
 
 
 @pytest.mark.parametrize(("prefix", "followed"), [("hf://team", False), ("hf://team/sql", True)])
-def test_a_moved_repository_is_followed_only_where_named(hub, tmp_path, prefix, followed):
+def test_a_moved_repository_is_followed_only_where_named(hub, allowing, prefix, followed):
     hub.commit("team/sql", GOOD)
     hub.move("team/sql", "strangers/sql")
-    resolver = RecordingResolver(tmp_path / "store", allowed_uris=(prefix,))
+    resolver = allowing(prefix)
     if followed:
         assert content(resolver.load("hf://team/sql").path) == GOOD
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -19,14 +18,12 @@ from lora_plugins.resolvers.sources.fsspec import FsspecFiles
 from lora_plugins.resolvers.sources.hub import HubSource
 from lora_plugins.resolvers.sources.hub_repos import HubPatterns
 from lora_plugins.resolvers.sources.object_store import ObjectSource
-from testbed.hub import Hub, local_hub
-from testbed.proxy import FaultProxy, fault_proxy
+from testbed.hub import Hub
+from testbed.proxy import FaultProxy
 from tests.make import adapter_files
 from tests.resolvers.sources.contract import SourceContract, SourceHarness
-from tests.resolvers.sources.hub_bed import isolate
-from tests.resolvers.sources.object_bed import LIMITS, Bed, bed, s3, shared_proxy
-
-_ = (bed, s3, shared_proxy)
+from tests.resolvers.sources.hub_bed import isolate, wait_for_threads
+from tests.resolvers.sources.object_bed import LIMITS, Bed
 
 
 class S3Harness(SourceHarness):
@@ -129,34 +126,19 @@ class HubHarness(SourceHarness):
         self.proxy.refuse(False)
 
     def settle(self) -> None:
-        deadline = time.monotonic() + 120
-        while any(thread.name == "lora-plugins-hub" for thread in threading.enumerate()):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Hub]:
-    with local_hub() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def hub_proxy(server: Hub) -> Iterator[FaultProxy]:
-    with fault_proxy(server.url) as running:
-        yield running
+        wait_for_threads()
 
 
 class TestHubSource(SourceContract):
     @pytest.fixture
     def harness(
-        self, server: Hub, hub_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+        self, hub_server: Hub, hub_proxy: FaultProxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> Iterator[HubHarness]:
-        server.reset()
+        hub_server.reset()
         hub_proxy.clear()
         isolate(monkeypatch, tmp_path)
         # An outage is an outage, sooner: two attempts, and huggingface_hub's own five without its half minute of waits.
         monkeypatch.setattr(hub_module, "_ATTEMPTS", 2)
         monkeypatch.setattr(hub_http, "time", SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 100)))
-        yield HubHarness(server, hub_proxy, tmp_path / "hub-cache")
+        yield HubHarness(hub_server, hub_proxy, tmp_path / "hub-cache")
         hub_proxy.refuse(False)

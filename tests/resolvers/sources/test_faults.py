@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,61 +16,44 @@ from fsspec.asyn import get_loop
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.api.http_errors import for_clients
-from lora_plugins.errors import OutOfMemory, SourceUnavailable
+from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources.object_store import object_source
 from lora_plugins.resolvers.sources.s3 import s3_storage_options
 from lora_plugins.resolvers.sources.source import VersionChanged
 from lora_plugins.settings import Settings
-from lora_plugins.store.store import Store
 from testbed import faults
 from testbed.faults import Fault
-from tests.resolvers.sources.object_bed import (
-    BASE,
-    FILES,
-    LIMITS,
-    RANGE,
-    WEIGHTS,
-    Bed,
-    bed,
-    locate,
-    read,
-    s3,
-    shared_proxy,
-)
+from tests.resolvers.sources.object_bed import BASE, FILES, LIMITS, RANGE, WEIGHTS, Bed, locate, read
 from tests.virtual_time import run_until_late
 
-_ = (bed, s3, shared_proxy)
 WEIGHTS_PATH = r"\.safetensors"
 LIST = "list-type=2"
 LONG_S = 600.0
 PAGE = b"<html><head><title>Sign in</title></head><body>A captive portal</body></html>"
 BUCKETS = b"<ListAllMyBucketsResult><Owner><ID>1</ID></Owner><Buckets/></ListAllMyBucketsResult>"
 
-PASSING: dict[str, Callable[[Bed], None]] = {
-    "500 at list": lambda b: b.proxy.plan(faults.server_error(), path=LIST, times=2),
-    "500 in ranges": lambda b: b.proxy.plan(faults.server_error(), path=WEIGHTS_PATH, times=3),
-    "SlowDown in ranges": lambda b: b.proxy.plan(faults.slow_down(), path=WEIGHTS_PATH, times=4),
-    "reset mid-body": lambda b: b.proxy.plan(faults.reset(100_000), path=WEIGHTS_PATH, times=3),
-    "reset at list": lambda b: b.proxy.plan(faults.reset(), path=LIST),
-    "short body": lambda b: b.proxy.plan(faults.short(70_000), path=WEIGHTS_PATH, times=3),
-    "short body of the small file": lambda b: b.proxy.plan(faults.short(3), path="config"),
-    "length too small": lambda b: b.proxy.plan(faults.wrong_length(-10), path=WEIGHTS_PATH, times=2),
-    "length too large": lambda b: b.proxy.plan(faults.wrong_length(10), path=WEIGHTS_PATH, times=2),
-    "stall before headers": lambda b: b.proxy.plan(faults.stall(2.5), path=WEIGHTS_PATH),
-    "stall mid-body": lambda b: b.proxy.plan(faults.stall(2.5, after=100_000), path=WEIGHTS_PATH),
-    "stall at list": lambda b: b.proxy.plan(faults.stall(2.5), path=LIST),
-    "flipped byte": lambda b: b.proxy.plan(faults.flip(500_000, in_object=True), path=WEIGHTS_PATH),
-    "flipped byte in the small file": lambda b: b.proxy.plan(faults.flip(2), path="config"),
-    "breaks off again and again, but gets on": lambda b: b.proxy.plan(
-        faults.reset(80_000), path=WEIGHTS_PATH, times=12
-    ),
+# What goes wrong, where, and how often.
+PASSING: dict[str, tuple[Fault, str, int]] = {
+    "500 at list": (faults.server_error(), LIST, 2),
+    "SlowDown in ranges": (faults.slow_down(), WEIGHTS_PATH, 4),
+    "reset at list": (faults.reset(), LIST, 1),
+    "short body": (faults.short(70_000), WEIGHTS_PATH, 3),
+    "short body of the small file": (faults.short(3), "config", 1),
+    "length too small": (faults.wrong_length(-10), WEIGHTS_PATH, 2),
+    "length too large": (faults.wrong_length(10), WEIGHTS_PATH, 2),
+    "stall before headers": (faults.stall(2.5), WEIGHTS_PATH, 1),
+    "stall mid-body": (faults.stall(2.5, after=100_000), WEIGHTS_PATH, 1),
+    "flipped byte": (faults.flip(500_000, in_object=True), WEIGHTS_PATH, 1),
+    "flipped byte in the small file": (faults.flip(2), "config", 1),
+    "breaks off again and again, but gets on": (faults.reset(80_000), WEIGHTS_PATH, 12),
 }
 
 
 @pytest.mark.parametrize("fault", PASSING)
 def test_passing_fault_ends_in_the_right_bytes(bed: Bed, fault: str) -> None:
     bed.put()
-    PASSING[fault](bed)
+    what, path, times = PASSING[fault]
+    bed.proxy.plan(what, path=path, times=times)
     assert read(bed.serve(bed.source(read_timeout_s=1.0 if "stall" in fault else 30.0))) == FILES
     assert any(request.fault for request in bed.proxy.requests())
     bed.assert_clean()
@@ -85,21 +67,17 @@ LASTING: dict[str, tuple[Fault, str, tuple[str, ...]]] = {
     "archived": (faults.s3_error(403, "InvalidObjectState", "m"), WEIGHTS_PATH, ("archived", "restore", WEIGHTS_FILE)),
     "a disabled key": (faults.s3_error(400, "KMS.DisabledException", "m"), WEIGHTS_PATH, ("encrypted", "kms:Decrypt")),
     "a wrong key": (faults.s3_error(403, "InvalidAccessKeyId", "m"), "", ("not accepted", "InvalidAccessKeyId")),
-    "a suspended account": (faults.s3_error(403, "UserSuspended", "m"), "", ("account", "UserSuspended")),
-    "not XML": (faults.status(200, b"<html>"), LIST, ("fails",)),
     "a page in the place of a LIST": (faults.status(200, PAGE), LIST, ("malformed", "proxies")),
     "nothing in the place of a LIST": (faults.status(200, b""), LIST, ("malformed", "proxies")),
     "another answer in the place of a LIST": (faults.status(200, BUCKETS), LIST, ("malformed", "proxies")),
     "a proxy's 404": (faults.status(404, PAGE), LIST, ("malformed", "HTTP 404", "proxies")),
     "an empty 404": (faults.status(404, b""), LIST, ("malformed", "HTTP 404", "proxies")),
     "a proxy's 404 in ranges": (faults.status(404, PAGE), WEIGHTS_PATH, ("malformed", "HTTP 404", WEIGHTS_FILE)),
-    "a proxy's 410": (faults.status(410, PAGE), LIST, ("malformed", "HTTP 410", "proxies")),
     "another ETag in ranges": (faults.relabelled({"ETag": f'"{"0" * 32}"'}), WEIGHTS_PATH, ("changed", WEIGHTS_FILE)),
     "no ETag in ranges": (faults.relabelled({"ETag": ""}), WEIGHTS_PATH, ("malformed", WEIGHTS_FILE)),
     "denied ranges": (faults.denied(), WEIGHTS_PATH, ("denies", WEIGHTS_FILE)),
     "reset": (faults.reset(), WEIGHTS_PATH, ("broke off", WEIGHTS_FILE)),
     "short": (faults.short(10), WEIGHTS_PATH, ("broke off", WEIGHTS_FILE)),
-    "redirect": (faults.status(307, headers={"Location": "http://127.0.0.1:9/"}), WEIGHTS_PATH, ("refuses", "307")),
     "redirected LIST": (faults.status(307, headers={"Location": "http://127.0.0.1:9/"}), LIST, ("refuses", "307")),
 }
 
@@ -109,8 +87,9 @@ def test_lasting_fault_is_an_outage_never_absence(bed: Bed, case: str) -> None:
     fault, path, texts = LASTING[case]
     bed.put()
     bed.proxy.plan(fault, path=path, times=None)
+    source = bed.source()
     with pytest.raises(SourceUnavailable) as caught:
-        bed.serve(bed.source())
+        bed.serve(source)
     text = str(caught.value)
     for expected in texts:
         assert expected in text
@@ -123,22 +102,7 @@ def test_lasting_fault_is_an_outage_never_absence(bed: Bed, case: str) -> None:
     assert not bed.store.layout.digests()
     bed.assert_clean()
     bed.proxy.clear()
-    assert read(bed.serve(bed.source())) == FILES
-
-
-def test_denied_is_not_retried(bed: Bed) -> None:
-    bed.put()
-    bed.proxy.plan(faults.denied(), times=None)
-    with pytest.raises(SourceUnavailable, match="denies"):
-        locate(bed.source())
-    assert bed.proxy.count(path=LIST) == 1
-
-
-def test_etags_are_not_compared_where_the_check_is_off(bed: Bed) -> None:
-    bed.put()
-    bed.proxy.plan(faults.flip(500_000, in_object=True), path=WEIGHTS_PATH, times=None)
-    served = read(bed.serve(bed.source(check_md5=False)))
-    assert served[WEIGHTS_FILE] != FILES[WEIGHTS_FILE]
+    assert read(bed.serve(source)) == FILES
 
 
 REFUSED = {"expired": faults.expired_token(), "not accepted": faults.s3_error(403, "InvalidAccessKeyId", "m")}
@@ -203,7 +167,7 @@ def test_stalls_end_at_the_deadline(bed: Bed) -> None:
     bed.assert_clean()
 
 
-@pytest.mark.parametrize(("timeout_s", "look_up_s"), [(5, 5), (300, 30), (600, 60)])
+@pytest.mark.parametrize(("timeout_s", "look_up_s"), [(5, 5), (600, 60)])
 def test_silent_store_ends_at_the_deadline_of_the_setting(bed: Bed, timeout_s: int, look_up_s: int) -> None:
     bed.proxy.plan(faults.stall(LONG_S), times=None)
     env = {**bed.s3.env(bed.proxy.url), "LORA_PLUGINS_FETCH_TIMEOUT_S": str(timeout_s)}
@@ -246,31 +210,9 @@ def test_object_that_vanishes_meanwhile(bed: Bed) -> None:
     assert bed.serve(source) is None
 
 
-def test_missing_bucket_is_not_absence(bed: Bed) -> None:
-    with pytest.raises(SourceUnavailable, match="no such bucket"):
-        locate(bed.source("s3://no-such-bucket/{lora_name}"))
-
-
 def test_unknown_host(bed: Bed) -> None:
     with pytest.raises(SourceUnavailable, match="cannot be reached"):
         locate(bed.source(url="http://no-such-host.invalid:1"))
-
-
-def test_full_disk_is_not_retried(bed: Bed) -> None:
-    bed.put()
-    full = _full_file_system(bed)
-    if full is None:
-        pytest.skip("needs the right to mount a tmpfs")
-    try:
-        source = bed.source()
-        bed.store = Store(full / "store")
-        with pytest.raises(OutOfMemory):
-            bed.serve(source)
-        assert bed.proxy.count("GET", WEIGHTS_PATH) <= 5  # each range at most once
-        assert not _on_fsspecs_loop()
-        bed.assert_clean()
-    finally:
-        subprocess.run(["umount", "-l", str(full)], check=False)
 
 
 def test_cancelling_leaves_no_task_and_no_file(bed: Bed) -> None:
@@ -291,17 +233,6 @@ def test_cancelling_leaves_no_task_and_no_file(bed: Bed) -> None:
 
     asyncio.run(run())
     bed.assert_clean()
-
-
-def test_finished_ranges_are_not_fetched_again(bed: Bed) -> None:
-    bed.put()
-    bed.proxy.plan(faults.reset(100_000), path=WEIGHTS_PATH, times=2)
-    bed.proxy.plan(faults.short(70_000), path=WEIGHTS_PATH, times=2)
-    assert read(bed.serve(bed.source())) == FILES
-    assert bed.proxy.count("GET", LIST) == 1
-    assert not bed.proxy.refetched()
-    # What broke off was resumed where it stopped: not a byte was sent twice.
-    assert bed.proxy.bytes_sent(WEIGHTS_PATH) == len(WEIGHTS)
 
 
 def test_requests_of_a_healthy_fetch(bed: Bed) -> None:
@@ -376,12 +307,3 @@ def test_peak_memory_of_a_large_object(tmp_path) -> None:
 def _on_fsspecs_loop() -> set[asyncio.Task[object]]:
     """Return the tasks that still run on the loop of all fetches."""
     return {task for task in asyncio.all_tasks(get_loop()) if not task.done()}
-
-
-def _full_file_system(bed: Bed):
-    """A tmpfs that has room for the store's folders but not for the weights."""
-    mount = bed.store.layout.root.parent / "small"
-    mount.mkdir()
-    size = f"size={len(WEIGHTS) // 2}"
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", str(mount)], capture_output=True, check=False)
-    return mount if done.returncode == 0 else None

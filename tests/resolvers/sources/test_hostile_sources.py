@@ -18,10 +18,9 @@ from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources.object_store import ObjectSource
 from testbed import faults
-from tests.resolvers.sources.object_bed import FILES, LIMITS, Bed, bed, locate, read, s3, shared_proxy
-from tests.resolvers.sources.test_object_store import _Files, web
+from tests.resolvers.sources.object_bed import FILES, LIMITS, Bed, locate, read
+from tests.resolvers.sources.web_bed import WebFiles
 
-_ = (bed, s3, shared_proxy, web)
 Answer = tuple[int, dict[str, str], bytes]
 MALFORMED = "broke off or is malformed"
 
@@ -79,20 +78,20 @@ def test_a_wrong_answer_is_refused_or_the_bytes_are_right(bed: Bed, web: Any, ca
     template, handler = web
     handler.files = {f"/l/sql/{file}": data for file, data in FILES.items()}
 
-    def get(self: _Files) -> None:
+    def get(self: WebFiles) -> None:
         if self.path not in handler.files or "Range" not in self.headers:
-            _Files.do_GET(self)
+            WebFiles.do_GET(self)
             return
         data = handler.files[self.path]
         start, end = map(int, re.findall(r"\d+", self.headers["Range"]))
         head = {"ETag": f'"{hash(data)}"', "Content-Range": f"bytes {start}-{end}/{len(data)}"}
         answer = 206, head, data[start : end + 1]
         status, head, body = change(answer) if self.path.endswith(WEIGHTS_FILE) else answer
-        self._head(status, {**head, "Content-Length": str(len(body))})
+        self.head(status, {**head, "Content-Length": str(len(body))})
         with contextlib.suppress(OSError):  # who refuses an answer does not read on
             self.wfile.write(body)
 
-    handler.do_HEAD, handler.do_GET = _Files.do_GET, get
+    handler.do_HEAD, handler.do_GET = WebFiles.do_GET, get
     source = ObjectSource(template, limits=LIMITS)
     found = locate(source)
     assert found is not None
