@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,58 +13,28 @@ from lora_plugins.cli import Exit
 from lora_plugins.cli.at_fault import Trained
 from lora_plugins.cli.compare import AS_BASE, OK, OTHER_BASE, OUT, UNSEEN, judge
 from tests.cli.common import Cli
+from tests.http_server import Answer, Asked, http_server
 
 IDS = [5, 6, 7, 8]
 BASE, SQL = [-1.0, -2.0, -3.0], [-1.5, -1.0, -3.5]
-Answer = tuple[int, Any]
 
 
 def completion(logprobs: list[float], ids: list[int]) -> Answer:
     said = [{str(token): {"logprob": one, "rank": 1}} for token, one in zip(ids[1:], logprobs, strict=True)]
-    return 200, {"choices": [{"text": "", "prompt_logprobs": [None, *said]}]}
+    return Answer({"choices": [{"text": "", "prompt_logprobs": [None, *said]}]})
 
 
-def as_vllm(answers: dict[str, list[float]]) -> Callable[[str, Any], Answer]:
-    def answer(path: str, body: Any) -> Answer:
-        if path == "/v1/models":
-            return 200, {"data": [{"id": "sql", "parent": "base"}, {"id": "base", "parent": None}]}
-        assert (path, body["prompt_logprobs"], body["max_tokens"]) == ("/v1/completions", 0, 1)
+def as_vllm(answers: dict[str, list[float]]) -> Callable[[Asked], Answer]:
+    def answer(asked: Asked) -> Answer:
+        if asked.path == "/v1/models":
+            return Answer({"data": [{"id": "sql", "parent": "base"}, {"id": "base", "parent": None}]})
+        body = json.loads(asked.body)
+        assert (asked.path, body["prompt_logprobs"], body["max_tokens"]) == ("/v1/completions", 0, 1)
         if body["model"] not in answers:
-            return 404, {"error": {"message": "The model does not exist."}}
+            return Answer({"error": {"message": "The model does not exist."}}, 404)
         return completion(answers[body["model"]], body["prompt"])
 
     return answer
-
-
-@contextmanager
-def serving(answer: Callable[[str, Any], Answer]) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply(None)
-
-        def do_POST(self) -> None:
-            self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-        def reply(self, body: Any) -> None:
-            status, content = answer(self.path, body)
-            data = content if isinstance(content, bytes) else json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def trained(path: Path, *lines: dict[str, Any]) -> Path:
@@ -102,7 +69,7 @@ def test_differences_are_judged_in_multiples_of_the_floor(
     cli: Cli, tmp_path: Path, served: list[float], base: list[float], verdict: str
 ) -> None:
     file = trained(tmp_path / "logprobs.jsonl", LINE)
-    with serving(as_vllm({"sql": served, "base": base})) as url:
+    with http_server(as_vllm({"sql": served, "base": base})) as url:
         asked = ("compare", "sql", "--trainer", file, "--url", url)
         done, plain = cli(*asked, "--json"), cli(*asked)
     assert [row["verdict"] for row in done.json["prompts"]] == [verdict]
@@ -115,7 +82,7 @@ def test_differences_are_judged_in_multiples_of_the_floor(
 def test_the_largest_and_the_mean_are_said_in_multiples(cli: Cli, tmp_path: Path) -> None:
     file = trained(tmp_path / "logprobs.jsonl", LINE)
     file.write_text(file.read_text(), encoding="utf-8-sig")
-    with serving(as_vllm({"sql": [-1.5, -1.0, -3.44], "base": [-1.0, -2.0, -2.97]})) as url:
+    with http_server(as_vllm({"sql": [-1.5, -1.0, -3.44], "base": [-1.0, -2.0, -2.97]})) as url:
         said = cli("compare", "sql", "--trainer", file, "--url", f"{url}/v1", "--json").json
     (row,) = said["prompts"]
     assert (said["base"], row["tokens"], row["prompt"]) == ("base", 4, "SELECT")
@@ -126,7 +93,7 @@ def test_the_largest_and_the_mean_are_said_in_multiples(cli: Cli, tmp_path: Path
 def test_one_prompt_that_is_out_decides(cli: Cli, tmp_path: Path) -> None:
     without_base = {"token_ids": IDS, "logprobs": [None, *moved(SQL, 1.0)]}
     file = trained(tmp_path / "logprobs.jsonl", LINE, without_base)
-    with serving(as_vllm({"sql": SQL, "base": BASE})) as url:
+    with http_server(as_vllm({"sql": SQL, "base": BASE})) as url:
         done = cli("compare", "sql", "--trainer", file, "--url", url, "--json")
     assert [(row["prompt"], row["verdict"]) for row in done.json["prompts"]] == [("SELECT", OK), ("line 2", OUT)]
     assert done.code == Exit.WRONG
@@ -150,7 +117,7 @@ def test_one_prompt_that_is_out_decides(cli: Cli, tmp_path: Path) -> None:
 )
 def test_what_no_trainer_has_written_is_a_usage_problem(cli: Cli, tmp_path: Path, lines: str) -> None:
     (tmp_path / "logprobs.jsonl").write_text(lines)
-    with serving(as_vllm({"sql": SQL, "base": BASE})) as url:
+    with http_server(as_vllm({"sql": SQL, "base": BASE})) as url:
         done = cli("compare", "sql", "--trainer", tmp_path / "logprobs.jsonl", "--url", url)
     assert (done.code, done.out) == (Exit.USAGE, "")
     assert "--trainer" in done.err
@@ -169,37 +136,37 @@ def test_options_that_cannot_be_right_are_refused(cli: Cli, options: list[str]) 
     ("answer", "code", "text"),
     [
         (as_vllm({"base": BASE}), Exit.NOT_FOUND, "no such model"),
-        (lambda _path, _body: (200, {"data": []}), Exit.UNAVAILABLE, "no base model"),
-        (lambda _path, _body: (200, {"data": [5]}), Exit.UNAVAILABLE, "no base model"),
-        (lambda _path, _body: (401, {"error": "Unauthorized"}), Exit.UNAVAILABLE, "HTTP 401"),
-        (lambda _path, _body: (200, b"<html>"), Exit.UNAVAILABLE, "HTTP 200: <html>"),
-        (lambda _path, _body: (200, []), Exit.UNAVAILABLE, "HTTP 200"),
+        (lambda _: Answer({"data": []}), Exit.UNAVAILABLE, "no base model"),
+        (lambda _: Answer({"data": [5]}), Exit.UNAVAILABLE, "no base model"),
+        (lambda _: Answer({"error": "Unauthorized"}, 401), Exit.UNAVAILABLE, "HTTP 401"),
+        (lambda _: Answer(b"<html>"), Exit.UNAVAILABLE, "HTTP 200: <html>"),
+        (lambda _: Answer([]), Exit.UNAVAILABLE, "HTTP 200"),
         (
-            lambda path, _body: (200, {"data": [{"id": "base"}]} if path == "/v1/models" else {"choices": [{}]}),
+            lambda asked: Answer({"data": [{"id": "base"}]} if asked.path == "/v1/models" else {"choices": [{}]}),
             Exit.UNAVAILABLE,
             "no prompt_logprobs",
         ),
     ],
 )
 def test_a_server_that_answers_otherwise_is_said(
-    cli: Cli, tmp_path: Path, answer: Callable[[str, Any], Answer], code: Exit, text: str
+    cli: Cli, tmp_path: Path, answer: Callable[[Asked], Answer], code: Exit, text: str
 ) -> None:
     file = trained(tmp_path / "logprobs.jsonl", LINE)
-    with serving(answer) as url:
+    with http_server(answer) as url:
         done = cli("compare", "sql", "--trainer", file, "--url", url)
     assert (done.code, text in done.err) == (code, True), done.err
     done.assert_no_traceback()
 
 
 def test_no_server_is_unavailable(cli: Cli, tmp_path: Path) -> None:
-    with serving(as_vllm({})) as url:
+    with http_server(as_vllm({})) as url:
         pass
     done = cli("compare", "sql", "--trainer", trained(tmp_path / "x", LINE), "--url", url)
     assert (done.code, "no answer" in done.err) == (Exit.UNAVAILABLE, True)
 
 
 def test_a_directory_without_an_adapter_is_a_usage_problem(cli: Cli, tmp_path: Path) -> None:
-    with serving(as_vllm({"sql": SQL, "base": BASE})) as url:
+    with http_server(as_vllm({"sql": SQL, "base": BASE})) as url:
         done = cli("compare", "sql", "--peft", tmp_path, "--url", url)
     assert (done.code, "adapter_config.json" in done.err) == (Exit.USAGE, True)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
 from typing import Any
 
 import httpx
@@ -13,6 +11,7 @@ from lora_plugins.api.http_errors import body_of
 from lora_plugins.api.models import VersionStatus
 from lora_plugins.cli.server_client import AdminClient
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError, SourceUnavailable
+from tests.http_server import Answer, Asked, http_server
 
 _DONE = {"status": "success", "message": "", "lora_name": "sql", "lora_id": 1, "digest": "a" * 64}
 _REFUSED = body_of(IncompatibleAdapter("rank 64", adapter="sql", expected="16", remedy="train again"))
@@ -57,21 +56,13 @@ def test_a_redirect_is_named_and_not_followed(method: str, status: int) -> None:
     """To https, say: a POST became a GET without a body and a key, whose answer said something else."""
     asked: list[str] = []
 
-    class Leads(http.server.BaseHTTPRequestHandler):
-        def answer(self) -> None:
-            asked.append(self.path)
-            self.send_response(status)
-            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/there")
-            self.end_headers()
+    def leads(request: Asked) -> Answer:
+        asked.append(request.path)
+        return Answer(status=status, headers={"Location": "http://localhost:9/there"})
 
-        do_GET = do_PUT = do_POST = do_DELETE = answer
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Leads) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        with pytest.raises(SourceUnavailable, match=r"leads to http://localhost:.*/there.* set --url"):
-            AdminClient(f"http://127.0.0.1:{server.server_address[1]}", 5).ask(VersionStatus, method, "/sql")
-        server.shutdown()
+    with (
+        http_server(leads) as url,
+        pytest.raises(SourceUnavailable, match=r"leads to http://localhost:.*/there.* set --url"),
+    ):
+        AdminClient(url, 5).ask(VersionStatus, method, "/sql")
     assert asked == ["/v1/loras/sql"]

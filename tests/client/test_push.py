@@ -98,36 +98,25 @@ def pushed(servers: Any, **options: Any) -> Any:
     return push("policy", {"w": np.zeros((2, 2))}, {"r": 2}, servers=servers, **options)
 
 
-@pytest.mark.parametrize(
-    ("servers", "serve", "left"),
-    [
-        ([Server(), Server(served=None), Server("refused")], [OLD, None, OLD], ()),
-        ([Server("stuck"), Server(), Server("refused")], [NEW, OLD, OLD], ("http://s0",)),
-        ([Server(), Server("lost"), Server("lost", None)], [OLD, OLD, None], ()),
-        ([Server(), Server("late")], [OLD, OLD], ("http://s1",)),
-        *(([Server(), Server(page)], [OLD, OLD], ("http://s1",)) for page in PAGES),
-        ([Server(), Server("redirect")], [OLD, OLD], ()),
-        ([Server("lost")], [NEW], ("http://s0",)),
-        ([Server("hub", HUB), Server("refused")], [NEW, OLD], ("http://s0",)),
-        ([Server(), Server("other")], [OLD, OLD], ()),
-        ([[Server(), Server("refused")]], [OLD, OLD], ()),
-        ([[Server(), Server()], Server("refused")], [OLD, OLD, OLD], ()),
-    ],
-    ids=[
-        "new name",
-        "stuck",
-        "lost",
-        "late",
-        *PAGES,
-        "redirect",
-        "alone",
-        "hub",
-        "other digest",
-        "replica",
-        "replicas",
-    ],
-)
-def test_a_failed_push_is_undone_or_named(use: Use, servers: list[Any], serve: list[Any], left: tuple[str]) -> None:
+# What each server does, which digests they serve in the end, and where the push is not rolled back.
+FAILED: dict[str, tuple[list[Any], list[Any], tuple[str, ...]]] = {
+    "new name": ([Server(), Server(served=None), Server("refused")], [OLD, None, OLD], ()),
+    "stuck": ([Server("stuck"), Server(), Server("refused")], [NEW, OLD, OLD], ("http://s0",)),
+    "lost": ([Server(), Server("lost"), Server("lost", None)], [OLD, OLD, None], ()),
+    "late": ([Server(), Server("late")], [OLD, OLD], ("http://s1",)),
+    **{page: ([Server(), Server(page)], [OLD, OLD], ("http://s1",)) for page in PAGES},
+    "redirect": ([Server(), Server("redirect")], [OLD, OLD], ()),
+    "alone": ([Server("lost")], [NEW], ("http://s0",)),
+    "hub": ([Server("hub", HUB), Server("refused")], [NEW, OLD], ("http://s0",)),
+    "other digest": ([Server(), Server("other")], [OLD, OLD], ()),
+    "replica": ([[Server(), Server("refused")]], [OLD, OLD], ()),
+    "replicas": ([[Server(), Server()], Server("refused")], [OLD, OLD, OLD], ()),
+}
+
+
+@pytest.mark.parametrize("case", FAILED)
+def test_a_failed_push_is_undone_or_named(use: Use, case: str) -> None:
+    servers, serve, left = FAILED[case]
     with pytest.raises(PushFailed) as failed:
         pushed(use(*servers), mode="inflight")
     each = [it for one in servers for it in (one if isinstance(one, list) else [one])]
