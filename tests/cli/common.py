@@ -7,14 +7,14 @@ import logging
 import os
 import pty
 import re
-import signal
+import select
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any
 
 import pytest
 
@@ -86,82 +86,46 @@ class Cli:
         return Done(code, out, err)
 
 
-def outside(*arguments: str | Path, env: Mapping[str, str], before: str = "") -> Done:
-    """Run a command as a process of its own, as a shell does; `before` is Python that runs first.
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """This process's, with `env` in the place of what commands read."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)} | dict(env)
 
-    Without, it is forked from a process that has imported what commands import.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)} | dict(env)
-    command = list(map(str, arguments))
-    if before:
-        code = f"{before}\nfrom lora_plugins.cli import main; main()"
-        done = subprocess.run(
-            [sys.executable, "-c", code, *command],
-            capture_output=True, text=True, check=False, env=environment, timeout=240,
-        )  # fmt: skip
-    else:
-        with tempfile.TemporaryDirectory() as home:
-            done = run_forked(
-                "lora_plugins.cli:main", ["lora-plugins", *command], environment=environment, home=Path(home)
-            )
+
+def started(
+    *arguments: str | Path, env: Mapping[str, str], before: str = "", **files: int | IO[str]
+) -> subprocess.Popen[str]:
+    """Start a command as a process of its own, as a shell does; `before` is Python that runs first."""
+    code = f"{before}\nfrom lora_plugins.cli import main; main()"
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **files}
+    return subprocess.Popen(command, env=environment(env), text=True, **pipes)
+
+
+def ended(process: subprocess.Popen[str]) -> Done:
+    out, err = process.communicate(timeout=240)
+    return Done(process.returncode, out, err)
+
+
+def outside(*arguments: str | Path, env: Mapping[str, str]) -> Done:
+    """Run a command in a fork of a process that has imported what commands import."""
+    command = ["lora-plugins", *map(str, arguments)]
+    with tempfile.TemporaryDirectory() as home:
+        done = run_forked("lora_plugins.cli:main", command, environment=environment(env), home=Path(home))
     return Done(done.returncode, done.stdout, done.stderr)
-
-
-class Terminal:
-    """A command on a terminal of its own."""
-
-    def __init__(self, cli: Cli, *arguments: str, env: Mapping[str, str]) -> None:
-        self._pid, self._file = pty.fork()
-        if self._pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored where the tests run in the background
-            os.execve(
-                sys.executable,
-                [sys.executable, "-c", "from lora_plugins.cli import main; main()", *arguments],
-                {
-                    **{name: value for name, value in os.environ.items() if not name.startswith(_OTHERS)},
-                    **cli.env,
-                    **env,
-                },
-            )
-        self._seen = 0
-        self.text = ""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._file)
-
-    def read(self) -> bool:
-        """Take what is there, or wait for more; False at the end."""
-        try:
-            piece = os.read(self._file, 65536)
-        except OSError:  # the other end is closed
-            return False
-        self.text += piece.decode(errors="replace")
-        return bool(piece)
-
-    def wait_for(self, text: str) -> None:
-        """Wait until `text` is written again."""
-        while text not in self.text[self._seen :]:
-            assert self.read(), self.text
-        self._seen = len(self.text)
-
-    def type(self, text: str) -> None:
-        os.write(self._file, text.encode())
-
-    def end(self) -> int:
-        """Read to the end; the exit code."""
-        while self.read():
-            pass
-        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
 
 def on_terminal(cli: Cli, *arguments: str, env: Mapping[str, str]) -> str:
     """All that a command writes to a terminal of its own."""
-    with Terminal(cli, *arguments, env=env) as terminal:
-        terminal.end()
-    return terminal.text
+    ours, theirs = pty.openpty()
+    process = started(*arguments, env=cli.env | env, stdout=theirs, stderr=theirs)
+    text, has_ended = b"", False
+    while not has_ended:
+        has_ended = process.poll() is not None
+        while select.select([ours], [], [], 0.02)[0]:
+            text += os.read(ours, 65536)
+    os.close(ours)
+    os.close(theirs)
+    return text.decode()
 
 
 def golden(name: str, done: Done, root: Path) -> None:

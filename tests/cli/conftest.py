@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 
+from lora_plugins.cli import doctor
+from lora_plugins.findings import discovered_plugins
+from lora_plugins.vllm_patches import vllm_sources
 from tests.cli.common import Cli
 from tests.make import adapter_files, put
+
+_discovered = functools.cache(discovered_plugins)
+_changed = functools.cache(vllm_sources.changed)
+
+
+@pytest.fixture(autouse=True)
+def _read_what_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays as it is in a run, and the doctor takes 0.2 seconds of a core to read all packages and vLLM's files."""
+    installed, changed = vllm_sources.installed(), vllm_sources.changed
+    monkeypatch.setattr(doctor, "discovered_plugins", _discovered)
+    monkeypatch.setattr(
+        vllm_sources, "changed", lambda sources: (_changed if sources == installed else changed)(sources)
+    )
 
 
 @pytest.fixture

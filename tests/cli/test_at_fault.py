@@ -12,7 +12,7 @@ import torch
 
 from lora_plugins.cli.at_fault import ByPeft, Trained, apart, at_fault
 from testbed.models import ATTENTION, MLP, AdapterSpec, build_adapter, build_base
-from testbed.mutants import FAULTS, LAYERS, Adapter, dropped, read, write
+from testbed.mutants import FAULTS, LAYERS, Adapter, read, write
 
 PROMPTS = ("The quick brown fox jumps over", "SELECT name FROM orders")
 RIGHT = 1e-4  # of float32
@@ -28,35 +28,34 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return directory, model, [*map(model.trained, PROMPTS)]
 
 
+def answers(directory: Path, trained: list[Trained]) -> list[list[float]]:
+    model = ByPeft(directory, None)
+    return [model.logprobs(one.token_ids) for one in trained]
+
+
 def said(world: World, changed: Adapter | None, directory: Path) -> str:
     _, model, trained = world
     assert changed is not None
     # Else PEFT gives what is missing in the file the random weights of `init_lora_weights: false`.
     write(Adapter(changed.tensors, {**changed.config, "init_lora_weights": True}), directory)
-    faulty = ByPeft(directory, None)
-    return at_fault(trained, [faulty.logprobs(one.token_ids) for one in trained], RIGHT, model)
+    return at_fault(trained, answers(directory, trained), RIGHT, model)
 
 
-@pytest.mark.parametrize("leaf", ["q_proj", "up_proj"])
-def test_a_projection_that_is_missing_is_named(world: World, tmp_path: Path, leaf: str) -> None:
-    changed = dropped(leaf)(read(world[0]), random.Random(0))
-    assert said(world, changed, tmp_path / "x") == f"at fault: served as if missing: `{leaf}` of all layers"
-
-
-@pytest.mark.parametrize(("gone", "text"), [((1,), "layer 1"), ((1, 2, 3), "the last 3 layers")])
-def test_layers_that_are_missing_are_named(world: World, tmp_path: Path, gone: tuple[int, ...], text: str) -> None:
+@pytest.mark.parametrize(
+    ("gone", "text"),
+    [
+        (["q_proj"], "`q_proj` of all layers"),
+        (["up_proj"], "`up_proj` of all layers"),
+        ([".layers.1."], "layer 1"),
+        ([f".layers.{layer}." for layer in (1, 2, 3)], "the last 3 layers"),
+        (["layers.3.mlp.down_proj"], "`model.layers.3.mlp.down_proj`"),
+    ],
+)
+def test_modules_that_are_missing_are_named(world: World, tmp_path: Path, gone: list[str], text: str) -> None:
     adapter = read(world[0])
-    parts = [f".layers.{layer}." for layer in gone]
-    tensors = {name: one for name, one in adapter.tensors.items() if not any(part in name for part in parts)}
+    tensors = {name: one for name, one in adapter.tensors.items() if not any(part in name for part in gone)}
     changed = Adapter(tensors, adapter.config)
     assert said(world, changed, tmp_path / "x") == f"at fault: served as if missing: {text}"
-
-
-def test_one_module_that_is_missing_is_named(world: World, tmp_path: Path) -> None:
-    adapter = read(world[0])
-    tensors = {name: one for name, one in adapter.tensors.items() if "layers.3.mlp.down_proj" not in name}
-    line = "at fault: served as if missing: `model.layers.3.mlp.down_proj`"
-    assert said(world, Adapter(tensors, adapter.config), tmp_path / "x") == line
 
 
 @pytest.mark.parametrize(
@@ -146,8 +145,10 @@ def test_a_kind_that_is_missing_is_named(
     plain = {name: one for name, one in adapter.tensors.items() if name.endswith((".lora_A.weight", ".lora_B.weight"))}
     off = {"use_dora": False, "lora_bias": False, "bias": "none", "trainable_token_indices": None}
     write(Adapter(plain, {**adapter.config, **off}), tmp_path / "plain")
-    served = [ByPeft(tmp_path / "plain", None).logprobs(one.token_ids) for one in trained]
-    assert at_fault(trained, served, RIGHT, model) == f"at fault: served as if {text} were missing"
+    assert (
+        at_fault(trained, answers(tmp_path / "plain", trained), RIGHT, model)
+        == f"at fault: served as if {text} were missing"
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,5 +187,7 @@ def test_a_module_without_its_factors_is_named(with_biases: Path, tmp_path: Path
     adapter = read(tmp_path / "adapter")
     ones = {name: torch.ones_like(one) if "k_proj" in name else one for name, one in adapter.tensors.items()}
     write(Adapter(ones, adapter.config), tmp_path / "less")
-    served = [ByPeft(tmp_path / "less", None).logprobs(one.token_ids) for one in trained]
-    assert at_fault(trained, served, RIGHT, model) == "at fault: served as if missing: `k_proj` of all layers"
+    assert (
+        at_fault(trained, answers(tmp_path / "less", trained), RIGHT, model)
+        == "at fault: served as if missing: `k_proj` of all layers"
+    )

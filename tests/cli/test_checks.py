@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import sys
 from dataclasses import replace
 
 import pytest
@@ -16,7 +17,7 @@ from lora_plugins.settings import OWN_VARIABLES
 from lora_plugins.vllm_patches.vllm_sources import installed
 from testbed.hub import local_hub
 from testbed.s3 import s3_server
-from tests.cli.common import Cli, outside
+from tests.cli.common import Cli, Done, outside
 from tests.make import adapter_files, put
 
 S3 = {"VLLM_PLUGINS": "lora_s3_resolver", "S3_PATH_TEMPLATE": "s3://adapters/{lora_name}"}
@@ -52,6 +53,10 @@ def examined_with(cli: Cli, env: dict[str, str]) -> tuple[int, dict[str, list[di
         return examined(cli, "--no-network")
     finally:
         cli.env = before
+
+
+def of_hub(done: Done) -> list[dict[str, str]]:
+    return [item for item in done.json["findings"] if item["check"] == "hub"]
 
 
 # What is changed ("ROOT" stands for a directory, None unsets), where it shows, as what, what is said, what to do.
@@ -274,10 +279,13 @@ def test_the_doctor_shows_no_key_of_a_url(cli):
         assert "hunter2" not in done.out + done.err
 
 
-def test_s3_without_its_extra(cli):
-    done = outside("doctor", "--json", env={**cli.env, **S3}, before="import sys; sys.modules['s3fs'] = None")
-    (finding,) = [item for item in done.json["findings"] if item["check"] == "s3"]
-    assert (done.code, finding["state"]) == (Exit.WRONG, "problem")
+def test_s3_without_its_extra(cli, monkeypatch):
+    for package in ("s3fs", "awscrt"):
+        monkeypatch.setitem(sys.modules, package, None)
+    cli.env |= S3
+    code, found = examined(cli)
+    (finding,) = found["s3"]
+    assert (code, finding["state"]) == (Exit.WRONG, "problem")
     assert finding["remedy"].startswith('pip install "lora-plugins[s3] @ git+$REPOSITORY", where REPOSITORY is')
 
 
@@ -306,8 +314,7 @@ def test_the_hub_answers_denies_or_is_not_there(cli):
         hub.commit("acme/folders", {f"en/{name}": data for name, data in adapter_files().items()})
         hub.commit("acme/secret", adapter_files())
         hub.private("acme/secret", tokens=["hf_reader"])
-        done = outside("doctor", "--json", env={**base, **hub.env(cli.root / "home")})
-        found = [item for item in done.json["findings"] if item["check"] == "hub"]
+        found = of_hub(outside("doctor", "--json", env={**base, **hub.env(cli.root / "home")}))
         assert [item["state"] for item in found] == ["problem", "on"]
         assert "missing or private, acme/secret@main" in found[0]["found"]
         assert "HF_TOKEN" in found[0]["remedy"]
@@ -317,11 +324,10 @@ def test_the_hub_answers_denies_or_is_not_there(cli):
         gone = hub.env(cli.root / "home", url=NOBODY)
     done = outside("doctor", "--json", "--timeout", "60", env={**base, **gone})
     done.assert_no_traceback()
-    found = [item for item in done.json["findings"] if item["check"] == "hub"]
-    assert (done.code, {item["state"] for item in found}) == (Exit.WRONG, {"problem"})
-    assert all("Hub" in item["found"] for item in found)
+    assert (done.code, {item["state"] for item in of_hub(done)}) == (Exit.WRONG, {"problem"})
+    assert all("Hub" in item["found"] for item in of_hub(done))
     done = outside("doctor", "--json", env={**base, **gone, "HF_HUB_OFFLINE": "1"})
-    (found,) = [item for item in done.json["findings"] if item["check"] == "hub"]
+    (found,) = of_hub(done)
     assert (done.code, "offline: only what the Hub's cache has" in found["found"]) == (Exit.OK, True)
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,7 @@ from lora_plugins.cli import Exit, exit_of
 from lora_plugins.cli.commands import EXAMPLES
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.settings import Settings
-from tests.cli.common import on_terminal, outside
+from tests.cli.common import Done, ended, on_terminal, outside, started
 from tests.make import adapter_files, put
 
 FILES = adapter_files()
@@ -220,33 +217,18 @@ def test_every_error_of_ours_has_an_exit_code():
 
 
 def test_a_pipe_that_is_closed_early(cli):
-    for _ in range(3):
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from lora_plugins.cli import main; main()", "ls", "--json"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **cli.env},
-            text=True,
-        )
-        process.stdout.close()
-        _, err = process.communicate(timeout=240)
-        assert (process.returncode, err) == (Exit.BROKEN_PIPE, "")
+    process = started("ls", "--json", env=cli.env)
+    process.stdout.close()
+    _, err = process.communicate(timeout=240)
+    assert (process.returncode, err) == (Exit.BROKEN_PIPE, "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["ls"]])
-def test_a_full_pipe_is_no_bug(cli, arguments):
+@pytest.mark.parametrize("argument", ["--help", "ls"])
+def test_a_full_pipe_is_no_bug(cli, argument):
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", "from lora_plugins.cli import main; main()", *arguments],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            env={**os.environ, **cli.env},
-            text=True,
-            check=False,
-            timeout=240,
-        )
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
+        done = ended(started(argument, env=cli.env, stdout=full))
+    assert done.code != 0
+    assert "Traceback" not in done.err
 
 
 @pytest.mark.parametrize("uri", ["URL/sql", "hf://acme/sql"])
@@ -254,31 +236,23 @@ def test_ctrl_c(cli, uri):
     """While a server that takes connections says nothing, be it to the event loop or to a thread."""
     # What a shell starts in the background ignores the signal, and with it the test would.
     heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    run = f"{heed}\nfrom lora_plugins.cli import main; main()"
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         silent.settimeout(60)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        process = subprocess.Popen(
-            [sys.executable, "-c", run, "pull", uri.replace("URL", url)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            # It does not end by itself while this test lasts.
-            env={
-                **os.environ, **cli.env,
-                "HF_ENDPOINT": url, "HF_HOME": str(cli.root), "HF_HUB_ETAG_TIMEOUT": "1000",
-                "HF_HUB_DOWNLOAD_TIMEOUT": "1000", "LORA_PLUGINS_FETCH_TIMEOUT_S": "1000",
-            },
-            text=True,
-        )  # fmt: skip
+        # It does not end by itself while this test lasts.
+        waits = dict.fromkeys(
+            ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT", "LORA_PLUGINS_FETCH_TIMEOUT_S"), "1000"
+        )
+        env = cli.env | waits | {"HF_ENDPOINT": url, "HF_HOME": str(cli.root)}
+        process = started("pull", uri.replace("URL", url), env=env, before=heed)
         connection, _ = silent.accept()
         connection.settimeout(60)
         assert connection.recv(1), "it has asked, and waits for an answer"
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=240)
+        assert ended(process) == Done(Exit.INTERRUPTED, "", "interrupted\n")
         connection.close()
-    assert (process.returncode, out, err) == (Exit.INTERRUPTED, "", "interrupted\n")
     assert list((cli.store / ".tmp").iterdir()) == []
 
 
@@ -292,7 +266,7 @@ def test_colours_only_on_terminals_and_never_with_no_color(cli):
 
 def test_a_terminal_without_utf8_gets_escapes(cli):
     put(cli.adapters / "größe", adapter_files())
-    done = outside("why", "größe", env={**cli.env, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}, before="import sys")
+    done = ended(started("why", "größe", env={**cli.env, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"}))
     done.assert_no_traceback()
     assert done.code == Exit.NOT_COMPARED
     assert "gr\\xf6\\xdfe: whole" in done.out
@@ -306,16 +280,10 @@ def test_neither_vllm_nor_torch_is_imported_where_nothing_needs_them(cli):
         "    assert run(command) == (7 if command[0] == 'why' else 0), command\n"
         "    heavy = [name for name in ('vllm', 'torch', 'transformers', 'fastapi') if name in sys.modules]\n"
         "    assert not heavy, (command, heavy)\n"
+        "sys.exit()\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, **cli.env},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ended(started(env=cli.env, before=script))
+    assert done.code == 0, done
 
 
 def test_a_bug_is_one_line_and_traced_on_request(cli, monkeypatch):

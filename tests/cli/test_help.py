@@ -35,29 +35,21 @@ def test_the_version_has_a_short_option(cli):
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_bash_completes_commands_and_options(cli: Cli, tmp_path):
     """A real bash, with the script that --install-completion writes for it."""
-    assert completed(cli, tmp_path, "lora-plugins re") == ["refresh", "resume"]
-    assert "--if-match" in completed(cli, tmp_path, "lora-plugins refresh --if")
-
-
-def completed(cli: Cli, home, line: str) -> list[str]:
-    program = home / "bin" / "lora-plugins"
-    if not program.exists():
-        program.parent.mkdir()
-        program.write_text(f"#!{sys.executable}\nfrom lora_plugins.cli import main\nmain()\n")
-        program.chmod(0o755)
+    program = tmp_path / "bin" / "lora-plugins"
+    program.parent.mkdir()
+    program.write_text(f"#!{sys.executable}\nfrom lora_plugins.cli import main\nmain()\n")
+    program.chmod(0o755)
     script = (
         f"export PATH={program.parent}:$PATH; lora-plugins --install-completion >/dev/null; . ~/.bashrc;"
-        f"COMP_LINE='{line}'; COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1));"
-        'set -- $(complete -p lora-plugins); while [ "$1" != -F ]; do shift; done; $2 lora-plugins;'
-        'printf "%s\\n" "${COMPREPLY[@]}"'
+        'set -- $(complete -p lora-plugins); while [ "$1" != -F ]; do shift; done;'
+        "for COMP_LINE in 'lora-plugins re' 'lora-plugins refresh --if'; do"
+        " COMP_WORDS=($COMP_LINE); COMP_CWORD=$((${#COMP_WORDS[@]} - 1)); $2 lora-plugins; echo ${COMPREPLY[@]};"
+        " done"
     )
     done = subprocess.run(
         ["bash", "--norc", "-c", script],
-        env={**cli.env, "HOME": str(home), "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+        env={**cli.env, "HOME": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)},
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return sorted(done.stdout.split())
+    assert [sorted(line.split()) for line in done.stdout.splitlines()] == [["refresh", "resume"], ["--if-match"]]

@@ -38,13 +38,6 @@ def test_one_name_has_the_json_of_several(many, command, code):
     assert many(command, asked("sql"), asked("nobody"), "--json").json["adapters"][0].keys() == done.only.keys()
 
 
-@pytest.mark.parametrize("command", ["pull", "inspect"])
-def test_an_error_of_one_name_is_in_the_list(many, command):
-    done = many(command, many.adapters / "nobody" if command == "inspect" else "nobody", "--json")
-    assert (done.code, done.err, done.only["error"]["code"]) == (Exit.NOT_FOUND, "", "L002")
-    assert (done.json["count"], done.json["failed"]) == (1, 1)
-
-
 def test_a_file_names_what_to_pull(many, monkeypatch):
     file = many.root / "names"
     file.write_text(f"# of the team\nteam/sql\nmine file://{many.adapters}/sql\n")
@@ -58,13 +51,10 @@ def test_a_file_names_what_to_pull(many, monkeypatch):
         assert (done.code, says in done.err) == (Exit.USAGE, True)
 
 
-def test_why_and_inspect_go_on_after_an_error(many):
+def test_why_goes_on_after_an_error(many):
     done = many("why", "nobody", "cut", "sql")
     assert done.code == Exit.NOT_FOUND
     assert [f"{name}: " in done.out for name in ("nobody", "cut", "sql")] == [True] * 3
-    done = many("inspect", "/no/such", many.adapters / "cut", many.adapters / "sql", "--json")
-    assert done.code == Exit.NOT_FOUND
-    assert [one.get("verdict") for one in done.json["adapters"]] == ["no adapter", "refused", "not compared"]
 
 
 def test_inspect_takes_names_of_the_store_and_patterns(many):
@@ -131,6 +121,7 @@ def test_inspect_says_no_adapter_among_the_verdicts(many):
     for named in ("/no/such", many.adapters / "cut", empty):
         assert f"'{named}'" in done.err
     found = many("inspect", f"{many.adapters}/*", "--json").json["adapters"]
+    assert {one["verdict"] for one in found} == {"no adapter", "refused", "not compared"}
     assert {one["error"]["adapter"] for one in found if "error" in one} == {
         str(many.adapters / name) for name in ("cut", "team")
     }

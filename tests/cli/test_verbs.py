@@ -68,10 +68,6 @@ def test_json_has_an_answer_for_each_name(cli, server):
     done = cli("refresh", "sql", "team/none", "--json")
     assert (done.code, done.err) == (Exit.NOT_FOUND, "")
     golden("refresh.json", steady(server, done), cli.root)
-    swapped, missing = done.json["adapters"]
-    assert (swapped["digest"], swapped["previous_digest"], swapped["swapped"]) == (NEW * 32, OLD * 32, True)
-    assert (missing["lora_name"], missing["error"]["code"]) == ("team/none", "L002")
-    assert (done.json["count"], done.json["failed"]) == (2, 1)
 
 
 def test_one_that_fails_does_not_stop_the_others(cli, server):
@@ -128,13 +124,6 @@ def test_a_key_is_taken_from_the_environment_and_never_shown(cli, server):
     assert "stale-secret" not in done.out + done.err
     del cli.env["LORA_PLUGINS_ADMIN_KEY"], cli.env["VLLM_API_KEY"]
     assert "denies access (HTTP 401: no key" in cli("unload", "sql").err
-
-
-def test_an_error_is_the_servers_own(cli, server):
-    error = cli("refresh", "nobody", "--json").json["adapters"][0]["error"]
-    assert (error["code"], error["kind"], error["adapter"]) == ("L002", "AdapterNotFound", "nobody")
-    assert error["message"].startswith("[L002] adapter 'nobody': found ")
-    assert error["remedy"]
 
 
 def test_quiet_prints_errors_only(cli, server):
