@@ -20,54 +20,28 @@ from hypothesis import strategies as st
 
 import lora_plugins
 from lora_plugins import errors
-from lora_plugins.errors import (
-    KINDS,
-    AdapterNotFound,
-    ErrorKind,
-    IncompatibleAdapter,
-    InvalidAdapter,
-    InvalidSettings,
-    LoRAPluginsError,
-    NoFreeSlot,
-    NotAllowed,
-    OutOfMemory,
-    PushSuperseded,
-    RateExceeded,
-    ReplicaLost,
-    SlowBody,
-    SourceUnavailable,
-    VersionMismatch,
-    describing,
-    is_remembered,
-    kind_of,
-)
+from lora_plugins.errors import KINDS, ErrorKind, InvalidAdapter, LoRAPluginsError, describing, is_remembered, kind_of
 from lora_plugins.resolvers.admission import LookUpsBusy
 from lora_plugins.resolvers.sources.remote_failures import BrokenAnswer, kind_of_type
 from lora_plugins.store.disk_errors import DamagedCopy
 
 TABLE = {
-    NoFreeSlot: ("L001", RuntimeError, 503),
-    AdapterNotFound: ("L002", FileNotFoundError, 404),
-    IncompatibleAdapter: ("L003", ValueError, 400),
-    OutOfMemory: ("L004", MemoryError, 507),
-    InvalidAdapter: ("L005", ValueError, 400),
-    SourceUnavailable: ("L006", ConnectionError, 503),
-    InvalidSettings: ("L007", ValueError, 500),
-    NotAllowed: ("L008", PermissionError, 403),
-    ReplicaLost: ("L009", ConnectionError, 503),
-    VersionMismatch: ("L010", RuntimeError, 412),
-    PushSuperseded: ("L011", RuntimeError, 409),
-    SlowBody: ("L012", TimeoutError, 408),
-    RateExceeded: ("L013", RuntimeError, 429),
+    errors.NoFreeSlot: ("L001", RuntimeError, 503),
+    errors.AdapterNotFound: ("L002", FileNotFoundError, 404),
+    errors.IncompatibleAdapter: ("L003", ValueError, 400),
+    errors.OutOfMemory: ("L004", MemoryError, 507),
+    errors.InvalidAdapter: ("L005", ValueError, 400),
+    errors.SourceUnavailable: ("L006", ConnectionError, 503),
+    errors.InvalidSettings: ("L007", ValueError, 500),
+    errors.NotAllowed: ("L008", PermissionError, 403),
+    errors.ReplicaLost: ("L009", ConnectionError, 503),
+    errors.VersionMismatch: ("L010", RuntimeError, 412),
+    errors.PushSuperseded: ("L011", RuntimeError, 409),
+    errors.SlowBody: ("L012", TimeoutError, 408),
+    errors.RateExceeded: ("L013", RuntimeError, 429),
 }
-FIELDS = {
-    "found": "7 bytes",
-    "expected": "8 bytes",
-    "remedy": "copy it",
-    "adapter": "team/sql",
-    "file": "x.json",
-    "place": "/a",
-}
+FIELDS = {"found": "7 bytes", "expected": "8 bytes", "remedy": "copy it"}
+FIELDS |= {"adapter": "team/sql", "file": "x.json", "place": "/a"}
 
 
 def subclasses(kind: type[LoRAPluginsError]) -> Iterator[type[LoRAPluginsError]]:
@@ -138,7 +112,7 @@ def test_what_sources_store_and_reading_raise_is_of_a_kind(every_error):
         if inspect.isclass(value) and issubclass(value, Exception) and value.__module__ == module.__name__
     }
     raised = defined.union(*(raised_types(module) for module in modules))
-    assert {LookUpsBusy, DamagedCopy, BrokenAnswer, EOFError, InvalidSettings} <= raised
+    assert {LookUpsBusy, DamagedCopy, BrokenAnswer, EOFError, errors.InvalidSettings} <= raised
     internal = {it for it in raised if not issubclass(it, LoRAPluginsError) and kind_of_type(it) is None}
     assert {it.__name__ for it in internal} == set(INTERNAL)
 
@@ -183,11 +157,6 @@ def test_code_builtin_base_and_status_are_those_of_the_docstring():
         assert builtin.__name__ in line, kind
 
 
-def test_only_transient_errors_say_when_to_retry():
-    assert {kind for kind in TABLE if kind.retry_after_s is not None} == {NoFreeSlot, SourceUnavailable, ReplicaLost}
-    assert all(kind.retry_after_s > 0 for kind in TABLE if kind.retry_after_s is not None)
-
-
 def test_text_has_code_adapter_file_found_expected_and_remedy():
     for kind in TABLE:
         assert str(kind(**FIELDS)) == (
@@ -221,17 +190,10 @@ def test_text_of_other_languages_stays_readable():
     assert "größe 模型" in str(InvalidAdapter("größe 模型"))
 
 
-def test_describing_fills_in_what_is_missing():
-    with pytest.raises(InvalidAdapter) as caught, describing(adapter="sql", file="a"):
+def test_describing_fills_in_what_is_missing_and_keeps_the_innermost():
+    with pytest.raises(InvalidAdapter) as caught, describing(adapter="sql", file="outer"), describing(file="inner"):
         raise InvalidAdapter("x")
-    assert (caught.value.adapter, caught.value.file) == ("sql", "a")
-
-
-def test_describing_keeps_the_innermost_description():
-    with pytest.raises(InvalidAdapter) as caught, describing(adapter="outer", file="outer"):  # noqa: SIM117
-        with describing(file="inner"):
-            raise InvalidAdapter("x")
-    assert (caught.value.adapter, caught.value.file) == ("outer", "inner")
+    assert (caught.value.adapter, caught.value.file) == ("sql", "inner")
 
 
 def test_describing_ignores_other_errors():

@@ -6,34 +6,15 @@ import logging
 
 import pytest
 
+from lora_plugins import events
 from lora_plugins.errors import InvalidAdapter, SourceUnavailable
-from lora_plugins.events import (
-    AdapterDenied,
-    AdapterFetched,
-    AdapterLoaded,
-    AdapterRejected,
-    AdapterResolved,
-    AdapterSwapped,
-    AdapterUnknown,
-    AdapterUnloaded,
-    BreakerClosed,
-    BreakerOpened,
-    DeclaredFileInvalid,
-    DeclaredSetReconciled,
-    Events,
-    FetchGoesOn,
-    LookUpRefused,
-    NotServed,
-    RequestServed,
-    SourceFailed,
-)
 from lora_plugins.log import logger
 from lora_plugins.observability import logs
 from lora_plugins.observability.logs import LogEvents
 from lora_plugins.resolvers.breaker import BreakerOpen
 
 
-def resolved(**changes: object) -> AdapterResolved:
+def resolved(**changes: object) -> events.AdapterResolved:
     facts = {
         "name": "sql",
         "source": "filesystem",
@@ -45,58 +26,44 @@ def resolved(**changes: object) -> AdapterResolved:
         "check_s": 0.003,
         "fetched": False,
     }
-    return AdapterResolved(**{**facts, **changes})
+    return events.AdapterResolved(**{**facts, **changes})
 
 
-def rejected(name="sql", found="x") -> AdapterRejected:
-    return AdapterRejected(name, "filesystem", InvalidAdapter(found, adapter=name))
+def rejected(name="sql", found="x") -> events.AdapterRejected:
+    return events.AdapterRejected(name, "filesystem", InvalidAdapter(found, adapter=name))
 
 
 def levels(logged) -> list[int]:
     return [record.levelno for record in logged.records if record.name == "vllm.lora_plugins"]
 
 
+FACTS_OF_A_LOAD = ("'sql'", "rank 8", "2.5 MB", "located in 1.0 ms", "checked in 3.0 ms", "/adapters/sql")
+
+
 @pytest.mark.parametrize(
     ("event", "level", "facts"),
     [
+        (resolved(), logging.INFO, (*FACTS_OF_A_LOAD, "filesystem", "found in the store in 20.0 ms")),
         (
-            resolved(),
+            events.FetchGoesOn("sql", "s3", 35.2, 12_340_000, 400_000_000),
             logging.INFO,
-            (
-                "'sql'",
-                "filesystem",
-                "rank 8",
-                "2.5 MB",
-                "1.0 ms",
-                "found in the store in 20.0 ms",
-                "3.0 ms",
-                "/adapters/sql",
-            ),
+            ["Adapter 'sql' is still being fetched from s3 after 35 s: 12.3 of 400.0 MB are here"],
         ),
         (
-            FetchGoesOn("sql", "s3", 35.2, 12_340_000, 400_000_000),
+            events.AdapterSwapped("sql", "ab" * 32, "ab" * 32, 0.5),
             logging.INFO,
-            ("Adapter 'sql' is still being fetched from s3 after 35 s: 12.3 of 400.0 MB are here",),
+            ["'sql' repaired: abababababab fetched and loaded again, in 0.50 s"],
         ),
+        (events.DeclaredSetReconciled(3, 2, 1), logging.INFO, ["2 of 3 declared adapters are served"]),
         (
-            AdapterSwapped("sql", "ab" * 32, "ab" * 32, 0.5),
-            logging.INFO,
-            ("'sql' repaired: abababababab fetched and loaded again, in 0.50 s",),
-        ),
-        (
-            DeclaredSetReconciled(declared=3, served=2, failed=1),
-            logging.INFO,
-            ("2 of 3 declared adapters are served",),
-        ),
-        (
-            NotServed("declared", "sql", InvalidAdapter("x", adapter="sql")),
+            events.NotServed("declared", "sql", InvalidAdapter("x", adapter="sql")),
             logging.WARNING,
-            ("Declared adapter 'sql' is not served as declared: [L005]",),
+            ["Declared adapter 'sql' is not served as declared: [L005]"],
         ),
         (
-            DeclaredFileInvalid(InvalidAdapter("no YAML")),
+            events.DeclaredFileInvalid(InvalidAdapter("no YAML")),
             logging.ERROR,
-            ("What was declared before goes on: [L005] found no YAML",),
+            ["What was declared before goes on: [L005] found no YAML"],
         ),
     ],
     ids=lambda value: type(value).__name__,
@@ -112,18 +79,20 @@ def test_refused_look_ups_are_one_warning_a_minute(logged, monkeypatch):
     monkeypatch.setattr(logs.time, "monotonic", lambda: now_s)
     hook = LogEvents()
     for number in range(100):
-        hook(LookUpRefused(f"unknown-{number}", "s3", SourceUnavailable("too many", adapter=f"unknown-{number}")))
-    hook(LookUpRefused("sql", "hub", SourceUnavailable("too many")))
+        hook(
+            events.LookUpRefused(f"unknown-{number}", "s3", SourceUnavailable("too many", adapter=f"unknown-{number}"))
+        )
+    hook(events.LookUpRefused("sql", "hub", SourceUnavailable("too many")))
     assert levels(logged).count(logging.WARNING) == 2
     assert "s3 is asked about" in logged.text
     assert "'unknown-0'" in logged.text
     now_s += 61
-    hook(LookUpRefused("sql", "hub", SourceUnavailable("too many")))
+    hook(events.LookUpRefused("sql", "hub", SourceUnavailable("too many")))
     assert levels(logged).count(logging.WARNING) == 3
 
 
-def ready(name="sql", path="/adapters/sql") -> AdapterLoaded:
-    return AdapterLoaded(name, path, 2_500_000, 0.04)
+def ready(name="sql", path="/adapters/sql") -> events.AdapterLoaded:
+    return events.AdapterLoaded(name, path, 2_500_000, 0.04)
 
 
 def with_manager() -> LogEvents:
@@ -138,14 +107,13 @@ def infos(logged) -> list[str]:
 
 def test_load_is_one_line_with_the_time_of_each_step(logged):
     hook = with_manager()
-    hook(AdapterFetched("sql", "s3", "s3://bucket/sql", 2_500_000, 0.02))
+    hook(events.AdapterFetched("sql", "s3", "s3://bucket/sql", 2_500_000, 0.02))
     hook(resolved(source="s3", uri="s3://bucket/sql", fetched=True))
     assert infos(logged) == []
     hook(ready())
-    hook(RequestServed("sql"))
+    hook(events.RequestServed("sql"))
     (line,) = infos(logged)
-    for fact in ("'sql'", "s3", "s3://bucket/sql", "rank 8", "2.5 MB", "located in 1.0 ms", "fetched in 20.0 ms",
-                 "checked in 3.0 ms", "loaded in 40.0 ms", "/adapters/sql"):  # fmt: skip
+    for fact in (*FACTS_OF_A_LOAD, "s3", "s3://bucket/sql", "fetched in 20.0 ms", "loaded in 40.0 ms"):
         assert fact in line
 
 
@@ -177,8 +145,8 @@ def test_adapter_refused_by_the_engine_is_one_warning(logged, stage, is_resolved
     hook, error = with_manager(), InvalidAdapter("x", adapter="sql")
     if is_resolved:
         hook(resolved())
-    hook(NotServed(stage, "sql", error))
-    hook(NotServed("request", "sql", error))
+    hook(events.NotServed(stage, "sql", error))
+    hook(events.NotServed("request", "sql", error))
     *line, warning = infos(logged)
     assert [("rank 8" in text, "not loaded" in text) for text in line] == [(True, True)] * is_resolved
     assert "[L005]" in warning
@@ -186,9 +154,9 @@ def test_adapter_refused_by_the_engine_is_one_warning(logged, stage, is_resolved
 
 def test_swap_unload_and_failed_update_are_a_line_each(logged):
     hook = LogEvents()
-    hook(AdapterSwapped("sql", "ab" * 32, "/by/hand", 0.5))
-    hook(AdapterUnloaded("sql", 1.5, 2))
-    hook(NotServed("update", "sql", InvalidAdapter("x", adapter="sql")))
+    hook(events.AdapterSwapped("sql", "ab" * 32, "/by/hand", 0.5))
+    hook(events.AdapterUnloaded("sql", 1.5, 2))
+    hook(events.NotServed("update", "sql", InvalidAdapter("x", adapter="sql")))
     swapped, unloaded, failed = infos(logged)
     assert "'sql' swapped from abababababab to /by/hand, loaded in 0.50 s" in swapped
     assert "'sql' unloaded after 1.50 s; 2 requests were ended" in unloaded
@@ -207,8 +175,8 @@ def test_note_about_an_adapter_is_a_warning_once(logged):
     ("event", "code"),
     [
         (rejected(), "L005"),
-        (SourceFailed("sql", "filesystem", SourceUnavailable("x", adapter="sql")), "L006"),
-        (AdapterDenied("sql", "filesystem", SourceUnavailable("x", adapter="sql")), "L006"),
+        (events.SourceFailed("sql", "filesystem", SourceUnavailable("x", adapter="sql")), "L006"),
+        (events.AdapterDenied("sql", "filesystem", SourceUnavailable("x", adapter="sql")), "L006"),
     ],
 )
 def test_repeated_failure_is_one_warning_and_then_debug(logged, event, code):
@@ -222,10 +190,10 @@ def test_repeated_failure_is_one_warning_and_then_debug(logged, event, code):
 
 def test_names_refused_by_a_breaker_are_no_warnings(logged):
     hook = LogEvents()
-    hook(BreakerOpened("s3", SourceUnavailable("silence")))
+    hook(events.BreakerOpened("s3", SourceUnavailable("silence")))
     for number in range(3):
-        hook(SourceFailed(f"sql-{number}", "s3", BreakerOpen("a source that does not answer")))
-    hook(BreakerClosed("s3", 12.34))
+        hook(events.SourceFailed(f"sql-{number}", "s3", BreakerOpen("a source that does not answer")))
+    hook(events.BreakerClosed("s3", 12.34))
     assert levels(logged) == [logging.WARNING, *[logging.DEBUG] * 3, logging.WARNING]
     assert "s3 does not answer" in logged.records[0].getMessage()
     assert logged.records[-1].getMessage() == "s3 answers again, after 12.3 s"
@@ -241,7 +209,7 @@ def test_other_reason_or_adapter_is_another_warning(logged):
 def test_unknown_name_is_one_line_that_forges_none(logged):
     hook = LogEvents()
     for _ in range(3):
-        hook(AdapterUnknown("a\nWARNING forged\x1b[2J", "the character U+000A"))
+        hook(events.AdapterUnknown("a\nWARNING forged\x1b[2J", "the character U+000A"))
     assert levels(logged) == [logging.INFO]
     (line,) = [record.getMessage() for record in logged.records]
     assert line == r"No adapter 'a\nWARNING forged\x1b[2J': the character U+000A; no source was asked"
@@ -272,8 +240,8 @@ def test_logger_is_a_child_of_vllms():
 
 def test_every_hook_is_notified_in_order():
     notified = []
-    events = Events(lambda event: notified.append(("first", event)))
-    events.add(lambda event: notified.append(("second", event)))
-    event = AdapterUnknown("sql")
-    events.emit(event)
+    hooks = events.Events(lambda event: notified.append(("first", event)))
+    hooks.add(lambda event: notified.append(("second", event)))
+    event = events.AdapterUnknown("sql")
+    hooks.emit(event)
     assert notified == [("first", event), ("second", event)]
