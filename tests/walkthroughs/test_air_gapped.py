@@ -8,13 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from testbed.bed import MAX_TOKENS, Bed
-from testbed.client import complete, connect
-from testbed.models import PROMPT
-from testbed.server import reserved_port
+from testbed.bed import Bed
 from tests.e2e.digests import of_files
-from tests.walkthroughs.conftest import SMALL
-from tests.walkthroughs.reader import Do, Step, Walk, left_out, reading
+from tests.walkthroughs.reader import Do, Step, Walk, left_out
+from tests.walkthroughs.small_server import PORT, folder_of_adapters, reads, small, tokens
 
 CARRY = "lora-plugins inspect ./sql || [ $? = 7 ]       # 7: whole, and compared with no base model"
 ASK = (
@@ -35,15 +32,12 @@ AIR_GAPPED = Walk(
         Step(ASK),
     ],
     {
-        "vllm serve /models/base": (
-            f"vllm serve {{base}} --host 127.0.0.1 --port {{port}} {SMALL}",
-            "two cores, a tiny Llama, and other servers beside this one",
-        ),
+        **small("/models/base"),
         "/media/sql": ("./sql", "one machine is both"),
         " /adapters/": (" {adapters}/", "a folder of this test"),
-        "=/adapters": ("={adapters}", "a folder of this test"),
+        **folder_of_adapters("/adapters"),
         "file:///adapters": ("file://{adapters}", "a folder of this test"),
-        "localhost:8000": ("127.0.0.1:{port}", "other servers run beside this one"),
+        "localhost:8000": PORT,
     },
 )  # fmt: skip
 
@@ -52,16 +46,13 @@ AIR_GAPPED = Walk(
 def test_adapters_are_served_by_name_and_by_uri(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
     (tmp_path / "adapters").mkdir()
     shutil.copytree(bed.adapters / "sql", tmp_path / "sql")
-    with reserved_port() as port:
-        values = {"base": str(bed.base), "port": str(port), "adapters": str(tmp_path / "adapters")}
-        with reading(AIR_GAPPED, tmp_path, env=env, values=values, url=f"http://127.0.0.1:{port}") as reader:
-            assert "whole, and not compared" in reader.printed[CARRY]
-            by_name, at = json.JSONDecoder().raw_decode(reader.printed[ASK])
-            assert by_name["model"] == "sql"
-            assert by_name["choices"][0]["text"]
-            by_uri = json.loads(reader.printed[ASK][at:])
-            assert by_uri["lora_name"] == "by-uri"
-            assert by_uri["digest"] == of_files(bed.adapters / "sql")
-            for name in ("sql", "by-uri"):
-                asked = complete(connect(reader.servers[0]), name, PROMPT, MAX_TOKENS)
-                assert (asked.error, list(asked.token_ids)) == ("", bed.answers["sql"])
+    with reads(AIR_GAPPED, tmp_path, bed.base, env) as reader:
+        assert "whole, and not compared" in reader.printed[CARRY]
+        by_name, at = json.JSONDecoder().raw_decode(reader.printed[ASK])
+        assert by_name["model"] == "sql"
+        assert by_name["choices"][0]["text"]
+        by_uri = json.loads(reader.printed[ASK][at:])
+        assert by_uri["lora_name"] == "by-uri"
+        assert by_uri["digest"] == of_files(bed.adapters / "sql")
+        for name in ("sql", "by-uri"):
+            assert tokens(reader.url, name) == ("", bed.answers["sql"])

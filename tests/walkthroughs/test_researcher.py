@@ -17,9 +17,9 @@ from testbed.client import complete
 from testbed.models import PROMPT
 from testbed.reference import Reference
 from testbed.s3 import s3_server
-from testbed.server import SMALL_ENGINE, reserved_port
-from tests.e2e.servers import BLOCKS
+from testbed.server import reserved_port
 from tests.walkthroughs.reader import ROOT, Do, Step, Walk, left_out, reading
+from tests.walkthroughs.small_server import PORT, folder_of_adapters, small
 
 pytestmark = [
     pytest.mark.nightly,
@@ -42,7 +42,6 @@ DEAD_TRAINER = (
     'curl -fsS -X POST "$LORA_PLUGINS_URL/resume" -H "Authorization: Bearer $KEY"'
     " && lora-plugins unload 'trl-policy-v*'"
 )
-ADDED = " ".join((*SMALL_ENGINE, *BLOCKS))
 
 RL = Walk(
     "docs/guides/rl.md",
@@ -62,14 +61,11 @@ RL = Walk(
         left_out("server {", "test_proxy.py runs it", "ec46c0d9"),
     ],
     {
-        "vllm serve BASE": (
-            f"vllm serve {{base}} --host 127.0.0.1 --port {{port}} {ADDED}",
-            "two cores, no network, and other servers beside this one",
-        ),
+        **small("BASE"),
         "rl_loop.py BASE": ("rl_loop.py {base}", "a tiny Llama"),
-        "=/adapters": ("={adapters}", "a folder of this test"),
+        **folder_of_adapters("/adapters"),
         " /adapters ": (" {adapters} ", "a folder of this test"),
-        "localhost:8000": ("127.0.0.1:{port}", "other servers run beside this one"),
+        "localhost:8000": PORT,
         FRAGMENT: (f"from trainer import *\n{FRAGMENT}", "lines of the trainer, whose names the page has above"),
         PAUSED_PUSH: (f"from trainer import *\n{PAUSED_PUSH}", "lines of the trainer, as above"),
         "pushed.digest\n": ("pushed.digest\nprint(pushed.digest)\n", "what this test compares"),

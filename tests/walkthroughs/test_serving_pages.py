@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import openai
 import pytest
 
-from testbed.bed import MAX_TOKENS, Bed
-from testbed.client import complete
+from testbed.bed import Bed
 from testbed.hub import local_hub
-from testbed.models import PROMPT
-from testbed.server import reserved_port
-from tests.walkthroughs.conftest import SMALL
-from tests.walkthroughs.reader import Do, Reader, Step, Walk, left_out, reading
+from tests.walkthroughs.reader import Do, Step, Walk, left_out
+from tests.walkthroughs.small_server import BESIDE, PORT, folder_of_adapters, put, reads, small, tokens
 
 pytestmark = [
     pytest.mark.nightly,
@@ -27,20 +22,8 @@ pytestmark = [
 
 INSTALLED = "needs an index of packages; tests/walkthroughs/test_installing.py installs from such an address"
 CURL = "curl localhost:8000/v1/completions -H 'Content-Type: application/json' \\"
-PORT = ("127.0.0.1:{port}", "other servers run beside this one")
 HUB_ADAPTER = "jeeejeee/llama32-3b-text2sql-spider"
 OF_SGLANG = "algoprog/fact-generation-llama-3.1-8b-instruct-lora"
-
-
-def small(model: str, page_port: str = "") -> dict[str, tuple[str, str]]:
-    """The same server of a tiny Llama, on a port of its own."""
-    read = f"vllm serve {{base}} --host 127.0.0.1 --port {{port}} {SMALL}"
-    moved = {page_port: ("", "other servers run beside this one")} if page_port else {}
-    return {f"vllm serve {model}": (read, "two cores and no network: a tiny Llama"), **moved}
-
-
-def folder_of_adapters(path: str) -> dict[str, tuple[str, str]]:
-    return {f"={path}": ("={adapters}", "a folder of this test")}
 
 
 CUDA_ENVIRONMENT = (
@@ -153,7 +136,8 @@ MIGRATING = Walk(
         **small("BASE"),
         " /adapters/support": (" {adapters}/support", "a folder of this test"),
         "localhost:8000": PORT,
-        **small("mistralai/Mistral-7B-Instruct-v0.1", "--port 8080"),
+        **small("mistralai/Mistral-7B-Instruct-v0.1"),
+        "--port 8080": ("", BESIDE),
         **small("meta-llama/Llama-3.1-8B-Instruct"),
         **folder_of_adapters("/data/adapters"),
         **folder_of_adapters("/adapters"),
@@ -181,38 +165,11 @@ SEVERAL = Walk(
 ROUTING = Walk("docs/guides/routing.md", [left_out(INSTALL_RAY, START_RAY, "7320d34b")], {})
 
 
-@contextmanager
-def reads(
-    walk: Walk,
-    folder: Path,
-    bed: Bed,
-    env: dict[str, str],
-    served: Callable[[str, str], None] = lambda first, url: None,
-) -> Iterator[Reader]:
-    with reserved_port() as port:
-        url = f"http://127.0.0.1:{port}"
-        values = {"base": str(bed.base), "port": str(port), "adapters": str(folder / "adapters")}
-        with reading(walk, folder, env=env, values=values, url=url, served=lambda first: served(first, url)) as reader:
-            yield reader
-
-
-def put(bed: Bed, root: Path, *names: str) -> None:
-    """The same adapter under each name."""
-    for name in names:
-        shutil.copytree(bed.adapters / "sql", root / name)
-
-
-def tokens(url: str, name: str, key: str = "none") -> tuple[str, list[int]]:
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=240)
-    answer = complete(client, name, PROMPT, MAX_TOKENS)
-    return answer.error, list(answer.token_ids)
-
-
 def test_the_page_on_gpus_serves_the_hub(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
     (tmp_path / "adapters").mkdir()
     with local_hub() as hub:
         hub.commit(HUB_ADAPTER, {file.name: file.read_bytes() for file in (bed.adapters / "sql").iterdir()})
-        with reads(CUDA, tmp_path, bed, env | hub.env(tmp_path / "hub")) as reader:
+        with reads(CUDA, tmp_path, bed.base, env | hub.env(tmp_path / "hub")) as reader:
             assert "hub" in reader.printed[CUDA_ENVIRONMENT]
             answer = json.loads(reader.printed[CURL])
             assert (answer["model"], answer["usage"]["completion_tokens"]) == (HUB_ADAPTER, 16)
@@ -221,13 +178,13 @@ def test_the_page_on_gpus_serves_the_hub(tmp_path: Path, bed: Bed, env: dict[str
 
 def test_each_team_uses_its_own_adapters_only(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
     put(bed, tmp_path / "adapters", "team-a/sql", "team-b/sql", "shared/sql")
-    with reads(TENANTS, tmp_path, bed, env) as reader:
+    with reads(TENANTS, tmp_path, bed.base, env) as reader:
         assert reader.printed[TRY_TENANTS].split() == ["200", "404", "401", "base", "team-a/sql", "403", "1"]
 
 
 def test_an_answer_says_which_version_computed_it(tmp_path: Path, bed: Bed, env: dict[str, str]) -> None:
     put(bed, tmp_path / "adapters", "sql")
-    with reads(ADMIN, tmp_path, bed, env) as reader:
+    with reads(ADMIN, tmp_path, bed.base, env) as reader:
         digest = reader.printed[ADMIN_READS_A_DIGEST].split()[0]
         client = openai.OpenAI(base_url=f"{reader.url}/v1", api_key="SECRET", max_retries=0, timeout=240)
         assert client.get("/loras/sql", cast_to=object)["digest"] == digest  # type: ignore[index]
@@ -247,7 +204,7 @@ def test_adapters_of_other_servers_keep_their_names(tmp_path: Path, bed: Bed, en
             hub.commit(repository, {file.name: file.read_bytes() for file in (bed.adapters / "sql").iterdir()})
         own = {"VLLM_LORA_RESOLVER_CACHE_DIR": str(tmp_path / "adapters"), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
         own |= {"VLLM_PLUGINS": "lora_filesystem_resolver", "NIM_PEFT_SOURCE": str(tmp_path / "adapters")}
-        with reads(MIGRATING, tmp_path, bed, env | own | hub.env(tmp_path / "hub"), ask) as reader:
+        with reads(MIGRATING, tmp_path, bed.base, env | own | hub.env(tmp_path / "hub"), ask) as reader:
             assert list(names) == []
             assert json.loads(reader.printed[NEW_DIRECTORY])["model"] == "support"
 
@@ -260,5 +217,5 @@ def test_every_way_to_more_processes_answers(tmp_path: Path, bed: Bed, env: dict
         asked.append(first)
         assert (first, *tokens(url, "sql")) == (first, "", bed.answers["sql"])
 
-    with reads(SEVERAL, tmp_path, bed, env, ask):
+    with reads(SEVERAL, tmp_path, bed.base, env, ask):
         assert asked == SERVERS
