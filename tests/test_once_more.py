@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.once_more import MOST
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +25,7 @@ def run(folder: Path, **files: str) -> tuple[int, str, list[dict[str, object]]]:
     (folder / "pytest.ini").write_text("[pytest]\n")
     for name, text in files.items():
         (folder / f"test_{name}.py").write_text(text)
-    command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-p", "tests.once_more", "-n", "2", "."]
+    command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-p", "tests.once_more", "-n", "1", "."]
     # Other packages' plugins take seconds of a core to import.
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
@@ -43,9 +41,8 @@ def test_what_passes_alone_is_flaky_and_no_failure(tmp_path: Path) -> None:
     assert "the first time" in str(entry["output"])
 
 
-@pytest.mark.parametrize("kind", ["test", "setup"])
-def test_what_fails_again_fails(tmp_path: Path, kind: str) -> None:
-    bad = "def test_bad(): assert False\n" if kind == "test" else "def test_bad(no_such_fixture): pass\n"
+def test_what_fails_again_fails(tmp_path: Path) -> None:
+    bad = "def test_bad(): assert False\ndef test_not_set_up(no_such_fixture): pass\n"
     code, out, kept = run(tmp_path, flaky=FLAKY, bad=bad)
     assert code == 1, out
     assert [entry["test"] for entry in kept] == ["test_flaky.py::test_first_fails"]
