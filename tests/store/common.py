@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from safetensors.numpy import save
 
 from lora_plugins.adapter.canonical import canonical_bytes
@@ -67,6 +70,34 @@ def check(directory: Path) -> ReadAdapter:
 
 def obtain(store: Store, wanted: DownloadSpec) -> StoredAdapter:
     return asyncio.run(store.obtain(wanted, wanted.fetch, check))
+
+
+def spoil(directory: Path) -> None:
+    """Change the bytes of an entry's weights, and not their number."""
+    weights = directory / "adapter_model.safetensors"
+    weights.chmod(0o644)
+    weights.write_bytes(b"x" * weights.stat().st_size)
+
+
+def is_soon(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
+    """Whether the condition holds before the time is over."""
+    ends_at = time.monotonic() + within_s
+    while not (holds := condition()) and time.monotonic() < ends_at:
+        time.sleep(0.01)
+    return holds
+
+
+async def cancel(
+    work: Coroutine[Any, Any, object], began: Awaitable[object], then: Callable[[], object] = lambda: None
+) -> None:
+    """Cancel what has begun, and do something before the cancelled work ends."""
+    task = asyncio.create_task(work)
+    await began
+    task.cancel()
+    await asyncio.sleep(0.01)  # the task has been told
+    then()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 def leftovers(store: Store) -> list[str]:

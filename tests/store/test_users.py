@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.settings import Settings
+from lora_plugins.store.store import Store, open_store
+from tests.other_processes import other_processes
+from tests.store.common import DownloadSpec, adapter_files, obtain
+
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become other users")
 
 ANNA, BEN, GROUP, SEEDS = 54_001, 54_002, 54_100, range(3)
-CODE = """
-import sys
-from pathlib import Path
-from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.settings import Settings
-from lora_plugins.store.store import open_store
-from tests.store.common import DownloadSpec, adapter_files, obtain
-try:
-    store = open_store(Settings(store_dir=Path(sys.argv[1])))
-    for seed in map(int, sys.argv[2:]):
-        stored = obtain(store, DownloadSpec(adapter_files(seed=seed), version=f"{seed}"))
-        assert store.verify(stored.digest)
-    print("removed" if store.remove(store.layout.digests()[0]) else "leased")
-except LoRAPluginsError as error:
-    print(error)
-"""
 
 
 @pytest.fixture
@@ -44,19 +32,25 @@ def root() -> Iterator[Path]:
 
 def fetch(root: Path, user: int, *seeds: int, group: int | None = None, umask: int = 0o022) -> str:
     """What a user gets who asks the store for adapters, then removes one if nobody else uses it."""
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, str(root), *map(str, seeds)],
-        user=user,
-        group=user if group is None else group,
-        extra_groups=[],
-        umask=umask,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    with other_processes() as process:
+        return process.submit(fetch_as, user, user if group is None else group, umask, root, seeds).result(240)
+
+
+def fetch_as(user: int, group: int, umask: int, root: Path, seeds: tuple[int, ...]) -> str:
+    with tempfile.TemporaryDirectory() as of_root:
+        obtain(Store(Path(of_root)), DownloadSpec(adapter_files()))  # imports what the user may have no right to read
+    os.setgroups([])
+    os.setgid(group)
+    os.setuid(user)
+    os.umask(umask)
+    try:
+        store = open_store(Settings(store_dir=root))
+        for seed in seeds:
+            stored = obtain(store, DownloadSpec(adapter_files(seed=seed), version=f"{seed}"))
+            assert store.verify(stored.digest)
+        return "removed" if store.remove(store.layout.digests()[0]) else "leased"
+    except LoRAPluginsError as error:
+        return str(error)
 
 
 @pytest.mark.deployment(

@@ -18,7 +18,7 @@ from lora_plugins.verification.protocol import ReadAdapter
 from tests.make import BASE, adapter_files, put, weights
 
 NAMED = adapter_files({name.replace(".weight", ".default.weight"): array for name, array in weights().items()})
-HOLD = "import time; from lora_plugins.verification import child; child.verify_adapter = lambda *_: time.sleep(600)"
+HOLD = "time.sleep(600)"
 HOLD_WHERE_ASKED = """
 import os, time
 from lora_plugins.verification import child
@@ -29,6 +29,14 @@ def held(directory, *more):
     return verify(directory, *more)
 child.verify_adapter = held
 """
+
+
+@pytest.fixture(scope="session")
+def kept_children() -> Iterator[Children]:
+    """For tests that leave the processes as they are: they start one together."""
+    made = Children()
+    yield made
+    made.end()
 
 
 @pytest.fixture
@@ -50,6 +58,12 @@ def read(children: Children, directory: Path, **changes: object) -> ReadAdapter:
 def program(monkeypatch: pytest.MonkeyPatch, first: str) -> None:
     """Have every process that is started now do this before it answers."""
     monkeypatch.setattr(reading_process, "_PROGRAM", reading_process._PROGRAM.replace("main()", f"{first}\nmain()"))
+
+
+def reading_is(monkeypatch: pytest.MonkeyPatch, expression: str) -> None:
+    """Have every process that is started now compute this instead of reading an adapter."""
+    first = "import ctypes, itertools, os, signal, time; from lora_plugins.verification import child"
+    program(monkeypatch, f"{first}\nchild.verify_adapter = lambda *_: {expression}")
 
 
 def written(children: Children, directory: Path, target: Path) -> tuple[list[int], list[int]]:

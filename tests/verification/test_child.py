@@ -17,8 +17,8 @@ from tests.make import adapter_files, put, sharded
 from tests.verification.conftest import NAMED, program, read, written
 
 
-def test_it_reads_what_verification_in_this_process_reads(children: Children, adapter: Path) -> None:
-    found = read(children, adapter)
+def test_it_reads_what_verification_in_this_process_reads(kept_children: Children, adapter: Path) -> None:
+    found = read(kept_children, adapter)
     here = verify_adapter(adapter, None, Settings())
     assert found.adapter == replace(here, config=replace(here.config, targets=None))
     assert parse_config(found.canonical) == here.config
@@ -33,7 +33,7 @@ def test_it_reads_what_verification_in_this_process_reads(children: Children, ad
     ],
 )
 def test_its_errors_are_those_of_verification(
-    children: Children, tmp_path: Path, change: dict[str, object] | None, kind: type[Exception]
+    kept_children: Children, tmp_path: Path, change: dict[str, object] | None, kind: type[Exception]
 ) -> None:
     directory = put(tmp_path / "sql", adapter_files(**(change or {})))
     if change is None:
@@ -41,7 +41,7 @@ def test_its_errors_are_those_of_verification(
     with pytest.raises(kind) as here:
         verify_adapter(directory, None, Settings())
     with pytest.raises(kind) as there:
-        read(children, directory)
+        read(kept_children, directory)
     assert there.value.plain() == here.value.plain()
 
 

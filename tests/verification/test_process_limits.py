@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from lora_plugins.errors import InvalidAdapter, SourceUnavailable
+from lora_plugins.errors import InvalidAdapter, LoRAPluginsError, SourceUnavailable
 from lora_plugins.settings import Settings
 from lora_plugins.verification import process_limits, reading_process
 from lora_plugins.verification.children import Children
-from tests.make import adapter_files, put, weights
-from tests.verification.conftest import HOLD, program, read
+from tests.make import adapter_files, put
+from tests.other_processes import other_processes
+from tests.verification.conftest import HOLD, NAMED, program, read, reading_is, written
 
 
 def test_computing_too_long_is_refused(children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    endless = "from lora_plugins.verification import child; child.cpu_s = lambda _: 0\n"
-    program(monkeypatch, endless + "import itertools; child.verify_adapter = lambda *_: sum(itertools.count())")
+    reading_is(monkeypatch, "sum(itertools.count())\nchild.cpu_s = lambda _: 0")
     with pytest.raises(InvalidAdapter, match="takes too long to read"):
         read(children, adapter)
     assert children.pids() == []
@@ -29,7 +28,7 @@ def test_computing_too_long_is_refused(children: Children, adapter: Path, monkey
 def test_waiting_too_long_is_no_fault_of_the_adapter(
     children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program(monkeypatch, HOLD)
+    reading_is(monkeypatch, HOLD)
     before = set(psutil.Process().children())
     monkeypatch.setattr(reading_process, "wall_s", lambda _: 0.3)
     with pytest.raises(SourceUnavailable, match="no answer within 0 s"):
@@ -74,9 +73,7 @@ def test_too_much_memory_is_refused(children: Children, tmp_path: Path, monkeypa
 def test_the_memory_that_it_may_take_is_said(
     children: Children, adapter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program(
-        monkeypatch, "from lora_plugins.verification import child; child.verify_adapter = lambda *_: bytearray(1 << 32)"
-    )
+    reading_is(monkeypatch, "bytearray(1 << 32)")
     with pytest.raises(InvalidAdapter, match=f"more than {process_limits.MAX_MEMORY_BYTES >> 20} MiB of memory"):
         read(children, adapter)
 
@@ -91,31 +88,41 @@ def test_limits_of_the_process_are_set(children: Children, adapter: Path) -> Non
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] != process_limits.MAX_MEMORY_BYTES
 
 
-# As Slurm, LSF and containers start what they run: with hard limits, and without the right to raise them.
-LIMITED = """
-import ctypes, resource, sys
-from pathlib import Path
-from lora_plugins.errors import LoRAPluginsError
-from lora_plugins.settings import Settings
-from lora_plugins.verification import reading_process
-from lora_plugins.verification.children import Children
-header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.capget(header, sets) == 0
-for word in (0, 1):
-    sets[word] &= ~(1 << 24)  # CAP_SYS_RESOURCE
-assert libc.capset(header, sets) == 0
-kind, most = getattr(resource, sys.argv[2]), int(sys.argv[3])
-resource.setrlimit(kind, (most, most))
-reading_process._PROGRAM = reading_process._PROGRAM.replace("main()", sys.argv[4] + "\\nmain()")
-made = Children()
-try:
-    exec(sys.argv[5])
-except LoRAPluginsError as error:
-    print(type(error).__name__, error)
-finally:
-    made.end()
-"""
+def limited(adapter: Path, limit: str, most: int, first: str = "", *, writes: bool = False) -> list[str]:
+    """What a server under this limit answers, which reads an adapter three times, or writes the adapter."""
+    with other_processes() as process:
+        return process.submit(answers, adapter, getattr(resource, limit), most, first, writes).result(120)
+
+
+def answers(adapter: Path, limit: int, most: int, first: str, writes: bool) -> list[str]:
+    """As Slurm, LSF and containers start what they run: with hard limits, and without the right to raise them."""
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.capget(header, sets) == 0
+    for word in (0, 1):
+        sets[word] &= ~(1 << 24)  # CAP_SYS_RESOURCE
+    assert libc.capset(header, sets) == 0
+    resource.setrlimit(limit, (most, most))
+    with pytest.MonkeyPatch.context() as patched:
+        program(patched, first)
+        made = Children()
+        try:
+            if writes:
+                return [str(size) for sizes in written(made, adapter, adapter / "out") for size in sizes]
+            return [str(read(made, adapter).adapter.size_bytes) for _ in range(3)]
+        except LoRAPluginsError as error:
+            return [f"{type(error).__name__} {error}"]
+        finally:
+            made.end()
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [("RLIMIT_CPU", 20), ("RLIMIT_CPU", 100_000), ("RLIMIT_DATA", 1 << 30), ("RLIMIT_NOFILE", 64)]
+)
+def test_adapters_are_read_under_a_clusters_limits(adapter: Path, limit: str, most: int) -> None:
+    assert limited(adapter, limit, most) == [str(sum(file.stat().st_size for file in adapter.iterdir()))] * 3
+
+
 HELD = """
 from contextlib import ExitStack
 from lora_plugins.adapter.files import open_regular
@@ -128,25 +135,6 @@ PATTERN = (
 ENDS = "__import__('os').abort()"
 DEEP = "repr(__import__('functools').reduce(lambda inner, _: [inner], range(900), []))"  # within Python's own limit
 OPEN = "[every.enter_context(open_regular(directory / 'adapter_config.json')) for every in [ExitStack()] * 64]"
-
-
-THRICE = """
-for _ in range(3):
-    print(made.read(Path(sys.argv[1]), Settings()).result().adapter.size_bytes)
-"""
-
-
-def limited(adapter: Path, limit: str, most: int, first: str = "", work: str = THRICE) -> list[str]:
-    """What a server under this limit answers, which reads an adapter three times, or does other `work`."""
-    command = [sys.executable, "-c", LIMITED, str(adapter), limit, str(most), first, work]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout.splitlines()
-
-
-@pytest.mark.parametrize(
-    ("limit", "most"), [("RLIMIT_CPU", 20), ("RLIMIT_CPU", 100_000), ("RLIMIT_DATA", 1 << 30), ("RLIMIT_NOFILE", 64)]
-)
-def test_adapters_are_read_under_a_clusters_limits(adapter: Path, limit: str, most: int) -> None:
-    assert limited(adapter, limit, most) == [str(sum(file.stat().st_size for file in adapter.iterdir()))] * 3
 
 
 @pytest.mark.parametrize(
@@ -167,19 +155,9 @@ def test_a_limit_that_is_too_low_is_named(adapter: Path, limit: str, most: int, 
     assert limit in answer
 
 
-CONVERTED = """
-from lora_plugins.adapter.layouts.writing import tensors_of
-from lora_plugins.adapter.verify import verify_adapter
-from tests.make import BASE
-tensors = tensors_of(verify_adapter(Path(sys.argv[1]), BASE, Settings()).conversion)
-made.write(tensors, Path(sys.argv[1]), Path(sys.argv[1], "out"), lambda _: None).result()
-"""
-
-
 def test_a_conversion_without_memory_names_the_limit(tmp_path: Path) -> None:
-    files = adapter_files({name.replace(".weight", ".default.weight"): array for name, array in weights().items()})
     first = "from lora_plugins.verification import child\nchild.write_weights = lambda *_: bytearray(1 << 30)"
-    (answer,) = limited(put(tmp_path / "sql", files), "RLIMIT_DATA", 1 << 29, first, CONVERTED)
+    (answer,) = limited(put(tmp_path / "sql", NAMED), "RLIMIT_DATA", 1 << 29, first, writes=True)
     assert answer.startswith("SourceUnavailable [L006]")
     assert "RLIMIT_DATA" in answer
 
