@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -23,7 +22,6 @@ import traceback
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -36,22 +34,21 @@ from lora_plugins.store import processes
 from lora_plugins.store import store as store_module
 from lora_plugins.store.durable_files import discard
 from lora_plugins.store.store import Store
+from tests.other_processes import other_processes
 from tests.repetitions import IS_LONG, times
-from tests.store.common import DownloadSpec, adapter_files, check, obtain
+from tests.store.common import DownloadSpec, adapter_files, check, obtain, spoil
 
 NEVER, AT_END = 10**9, 9999
 FOLDERS_OF_PROCESSES = (".processes", ".locks")
 ONE, TWO = (DownloadSpec(adapter_files(seed=seed), version=f"v{seed}") for seed in (1, 2))
+OLD, NEW = (DesiredAdapter(name, is_pinned=True) for name in ("old", "new"))
 SIZE_BYTES = sum(map(len, ONE.files.values()))
 
 
 # --- operations: what is there before, and what is done
 
 
-def nothing(root: Path) -> None: ...
-
-
-def do_nothing(store: Store) -> None: ...
+def nothing(_: object) -> None: ...
 
 
 def one(root: Path) -> None:
@@ -61,9 +58,7 @@ def one(root: Path) -> None:
 def damaged(root: Path, *, is_marked: bool) -> None:
     store = Store(root)
     stored = obtain(store, ONE)
-    weights = stored.directory / "adapter_model.safetensors"
-    weights.chmod(0o600)
-    weights.write_bytes(b"x" * weights.stat().st_size)
+    spoil(stored.directory)
     if is_marked:
         (store.layout.folder("damaged") / stored.digest).touch()
 
@@ -84,12 +79,8 @@ def older(root: Path) -> None:
         store.layout.folder(name).rmdir()
 
 
-def blocked(root: Path) -> None:
-    block(Store(root))
-
-
 def served(root: Path) -> None:
-    serve(Store(root), "old")
+    serve(Store(root), OLD)
 
 
 def without_folders(root: Path) -> None:
@@ -97,10 +88,6 @@ def without_folders(root: Path) -> None:
     obtain(store, ONE)
     for name in ("leases", "uses", "tmp"):
         shutil.rmtree(store.layout.folder(name))
-
-
-def fetch(wanted: DownloadSpec, store: Store) -> None:
-    obtain(store, wanted)
 
 
 def fetch_without_sync(left_out: str, store: Store) -> None:
@@ -116,14 +103,6 @@ def digest_of_one(store: Store) -> str:
     return next(iter(store.layout.digests()), "0" * 64)
 
 
-def remove(store: Store) -> None:
-    store.remove(digest_of_one(store))
-
-
-def verify(store: Store) -> None:
-    store.verify(digest_of_one(store))
-
-
 def block(store: Store) -> None:
     store.blocks.hold("sql")
     store.blocks.write("sql")
@@ -133,16 +112,15 @@ def unblock(store: Store) -> None:
     assert store.blocks.lift("sql", store.blocks.present("sql"))
 
 
-def serve(store: Store, name: str = "new") -> None:
-    ServedFile.of_store(store.layout.root, "base", "me").write(map(astuple, [DesiredAdapter(name, is_pinned=True)]))
+def list_of(root: Path) -> ServedFile:
+    return ServedFile.of_store(root, "base", "me")
 
 
-def change(store: Store) -> None:
-    """All is written, then a change and a removal are appended."""
-    file = ServedFile.of_store(store.layout.root, "base", "me")
-    old = DesiredAdapter("old", is_pinned=True)
-    file.write(map(astuple, [old]))
-    file.write(map(astuple, [DesiredAdapter("new")]))
+def serve(store: Store, *lists: DesiredAdapter) -> None:
+    """Write the lists of one name one after the other: the first whole, a change and a removal appended."""
+    file = list_of(store.layout.root)
+    for adapter in lists:
+        file.write(map(astuple, [adapter]))
 
 
 def push(store: Store) -> None:
@@ -153,9 +131,7 @@ def push(store: Store) -> None:
         (directory / name).write_bytes(content)
     pushed = PushedAdapter.of("sql", directory, "ab" * 32)
     stored = asyncio.run(store.obtain(pushed, partial(PushSource().fetch, pushed), check))
-    ServedFile.of_store(store.layout.root, "base", "me").write(
-        map(astuple, [DesiredAdapter("sql", held_digest=stored.digest)])
-    )
+    serve(store, DesiredAdapter("sql", held_digest=stored.digest))
     discard(directory)
 
 
@@ -163,10 +139,6 @@ def lease(store: Store) -> None:
     digest = digest_of_one(store)
     assert store.acquire(digest, "name")
     store.release("name", store.layout.adapter(digest))
-
-
-def lack_room(store: Store) -> None:
-    store._make_room(1, 0)
 
 
 @dataclass(frozen=True)
@@ -178,28 +150,28 @@ class Operation:
     """
 
     prepare: Callable[[Path], None]
-    act: Callable[[Store], None]
+    act: Callable[[Store], object]
     opens: bool = False
     lasting: tuple[str, ...] = ()
     max_bytes: int | None = None
 
 
 OPERATIONS = {
-    "open": Operation(nothing, do_nothing, opens=True),
+    "open": Operation(nothing, nothing, opens=True),
     "open an older store": Operation(older, lease, opens=True),
-    "fetch": Operation(nothing, partial(fetch, ONE)),
-    "fetch and evict": Operation(one, partial(fetch, TWO), max_bytes=SIZE_BYTES),
-    "fetch what is damaged": Operation(partial(damaged, is_marked=True), partial(fetch, ONE)),
-    "find damage": Operation(partial(damaged, is_marked=False), verify),
-    "remove": Operation(one, remove),
+    "fetch": Operation(nothing, lambda store: obtain(store, ONE)),
+    "fetch and evict": Operation(one, lambda store: obtain(store, TWO), max_bytes=SIZE_BYTES),
+    "fetch what is damaged": Operation(partial(damaged, is_marked=True), lambda store: obtain(store, ONE)),
+    "find damage": Operation(partial(damaged, is_marked=False), lambda store: store.verify(digest_of_one(store))),
+    "remove": Operation(one, lambda store: store.remove(digest_of_one(store))),
     "push": Operation(served, push, lasting=("sound", "served")),
     "block": Operation(nothing, block, opens=True, lasting=("blocked",)),
-    "unblock": Operation(blocked, unblock, lasting=("blocked",)),
-    "write the list": Operation(served, serve, lasting=("served",)),
-    "change the list": Operation(served, change, lasting=("served",)),
+    "unblock": Operation(lambda root: block(Store(root)), unblock, lasting=("blocked",)),
+    "write the list": Operation(served, lambda store: serve(store, NEW), lasting=("served",)),
+    "change the list": Operation(served, lambda store: serve(store, OLD, DesiredAdapter("new")), lasting=("served",)),
     "lease": Operation(one, lease),
     "make folders again": Operation(without_folders, lease),
-    "give way": Operation(one, lack_room),
+    "give way": Operation(one, lambda store: store._make_room(1, 0)),
 }
 FAULTY = {
     left_out: Operation(nothing, partial(fetch_without_sync, left_out))
@@ -213,7 +185,6 @@ FAULTY = {
 def seen(root: Path) -> dict[str, list[str]]:
     """What a fresh process finds."""
     store = Store(root)
-    list_ = ServedFile.of_store(root, "base", "me")
     digests = [digest for digest in store.layout.digests() if not store.is_marked(digest)]
     versions = [(it.uri, it.version) for it in (ONE, TWO)] + [("push://sql", "ab" * 32)]
     found = {f"{version} is {it.digest}" for uri, version in versions if (it := store.find(uri, version)) is not None}
@@ -223,7 +194,7 @@ def seen(root: Path) -> dict[str, list[str]]:
         "half": [digest for digest in digests if digest not in sound],
         "found": sorted(found),
         "blocked": sorted(store.blocks.names()),
-        "served": [f"{it.name} {it.held_digest} {it.is_pinned}" for it in list_.read()],
+        "served": [f"{it.name} {it.held_digest} {it.is_pinned}" for it in list_of(root).read()],
     }
 
 
@@ -321,6 +292,18 @@ def forked(function: Callable[..., Any], *arguments: Any) -> tuple[int, Any]:
     return status, json.loads(text) if text else None
 
 
+def begin(operation: Operation, root: Path, before: Callable[[int], None], disk: Disk | None = None) -> Changes:
+    """Do the operation; returns the changes that it has made."""
+    store = None if operation.opens else Store(root, max_bytes=operation.max_bytes)
+    if store is not None and disk is None:
+        age(root)  # the store was opened before the others were gone
+    if store is not None and disk is not None:
+        disk.note_all()
+    changes = Changes(root, before, disk.note_descriptor if disk is not None else None)
+    operation.act(store or Store(root, max_bytes=operation.max_bytes))
+    return changes
+
+
 def act(operation: Operation, root: Path, crash_at: int, how: str) -> list[str]:
     """Do the operation, with a crash before a change; returns the kinds of changes."""
 
@@ -330,15 +313,7 @@ def act(operation: Operation, root: Path, crash_at: int, how: str) -> list[str]:
                 os._exit(9)
             raise Crash
 
-    if operation.opens:
-        changes = Changes(root, before)
-        operation.act(Store(root, max_bytes=operation.max_bytes))
-    else:
-        store = Store(root, max_bytes=operation.max_bytes)
-        age(root)  # the store was opened before the others were gone
-        changes = Changes(root, before)
-        operation.act(store)
-    return changes.names
+    return begin(operation, root, before).names
 
 
 def age(root: Path) -> None:
@@ -481,8 +456,14 @@ class Disk:
         self._lock = threading.RLock()
         self.note(root.parent)
         if root.exists():
-            for path in (root, *root.rglob("*")):
-                self.note(path)
+            self.note_all()
+
+    def note_all(self) -> None:
+        for path in (self._root, *self._root.rglob("*")):
+            self.note(path)
+
+    def note_descriptor(self, descriptor: int) -> None:
+        self.note(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
 
     def note(self, path: Path) -> None:
         """Take over what a file or directory has now."""
@@ -537,18 +518,7 @@ def act_with_cuts(operation: Operation, root: Path, cuts: Path) -> None:
     def before(number: int) -> None:
         trees[f"{number:04}-lost"], trees[f"{number:04}-kept"] = disk.lost(), disk.kept()
 
-    def synced(descriptor: int) -> None:
-        disk.note(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
-
-    if operation.opens:
-        changes = Changes(root, before, synced)
-        operation.act(Store(root, max_bytes=operation.max_bytes))
-    else:
-        store = Store(root, max_bytes=operation.max_bytes)
-        for path in (root, *root.rglob("*")):
-            disk.note(path)
-        changes = Changes(root, before, synced)
-        operation.act(store)
+    changes = begin(operation, root, before, disk)
     before(AT_END)
     changes.stop()
     for name, tree in trees.items():
@@ -577,38 +547,30 @@ def seen_after_reboot(function: Callable[..., Any], *arguments: Any) -> Any:
 # --- tests
 
 
-def try_points(name: str, folder: Path, report: Connection) -> None:
-    """Try every point in a long run, otherwise a few, which differ by operation; sends what was wrong."""
-    try:
-        trials, chance = Trials((OPERATIONS | FAULTY)[name], folder), random.Random(name)
-        ends = range(1, len(trials.names) + 2)
+def try_points(name: str, folder: Path) -> tuple[int, list[str]]:
+    """Try every point in a long run, otherwise a few, which differ by operation: how many, and what was wrong."""
+    trials, chance = Trials((OPERATIONS | FAULTY)[name], folder), random.Random(name)
+    ends = range(1, len(trials.names) + 2)
 
-        def some(number: int) -> list[int]:
-            return chance.sample(ends, times(len(ends), short=min(number, len(ends))))
+    def some() -> list[int]:
+        return chance.sample(ends, times(len(ends), short=1))
 
-        for at in some(2):
+    if name in OPERATIONS:
+        for at in some():
             trials.crash(at, "exit", again_at=chance.choice(ends))
-        for at in some(1):
+        for at in some():
             trials.crash(at, "raise", again_at=chance.choice(ends) if IS_LONG else None)
-        trials.cut_power({*some(1), AT_END})
-        report.send((trials.count, trials.wrong))
-    except BaseException:
-        report.send((0, [traceback.format_exc()]))
+    trials.cut_power({*some(), AT_END})
+    return trials.count, trials.wrong
 
 
 def tried(name: str, folder: Path) -> list[str]:
     """What was wrong."""
-    # This process may have threads, which a fork would lose: a server without threads forks.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    here, there = context.Pipe()
-    trying = context.Process(target=try_points, args=(name, folder, there))
-    trying.start()
-    there.close()
-    count, wrong = here.recv()
-    trying.join()
+    # This process may have threads, which a fork would lose.
+    with other_processes() as process:
+        count, wrong = process.submit(try_points, name, folder).result()
     print(f"{count} trials", *wrong, sep="\n")
-    assert count >= 3, wrong
+    assert count > 1, wrong
     return wrong
 
 
