@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.verify import verify_adapter
+from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
-from lora_plugins.settings import Settings
 from tests.adapter.layouts.converted import FUSED, base_of, convert, delta
-from tests.make import BASE, LAYER, PEFT, adapter_files, pair, put
+from tests.adapter.verdicts import refusal
+from tests.make import BASE, LAYER, PEFT, adapter_files, pair
 
 Q, V = LAYER.format(0, "q_proj"), LAYER.format(0, "v_proj")
 CONFIG = {"peft_type": "ADALORA", "r": 8, "init_r": 4, "lora_alpha": 6, "target_modules": "all-linear"}
@@ -34,13 +35,35 @@ def by_peft(tensors: dict[str, np.ndarray], module: str, alpha: float) -> np.nda
     return b @ (a * e) * alpha / (CONFIG["init_r"] + 1e-5)
 
 
+WHOLE, PRUNED = (4, 4), (3, 2)
+KEPT = {f"{Q}.lora_E": [True, False, True, True], f"{V}.lora_E": [True, True, False, False]}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
-def test_an_adapter_adds_to_weights_what_it_adds_in_peft(tmp_path: Path, dtype: str) -> None:
-    tensors = adalora(dtype)
-    verified, made, target = convert(tmp_path, tensors, BASE, **CONFIG)
-    for module in (Q, V):
-        np.testing.assert_allclose(delta(made, module, target / CONFIG_FILE), by_peft(tensors, module, 6), rtol=2e-6)
-    assert "AdaLoRA's singular values multiplied into A (2 modules)" in verified.conversion.changes
+@pytest.mark.parametrize(
+    ("ranks", "config", "alpha"),
+    [
+        (WHOLE, {}, 6),
+        (WHOLE, {"lora_alpha": 0}, 4),  # each module's rank
+        (PRUNED, {"rank_pattern": KEPT}, 6),
+        (PRUNED, {"rank_pattern": {f"{PEFT}{name}": kept for name, kept in KEPT.items()}}, 6),
+    ],
+    ids=["whole", "alpha of 0", "pruned", "PEFT's prefix"],
+)
+@pytest.mark.parametrize("base", [BASE, base_of(FUSED)], ids=["parts", "fused"])
+def test_an_adapter_adds_to_weights_what_it_adds_in_peft(
+    tmp_path: Path, base: BaseModel, ranks: tuple[int, int], config: dict[str, Any], alpha: int, dtype: str
+) -> None:
+    tensors = adalora(dtype, ranks)
+    verified, made, target = convert(tmp_path, tensors, base, **{**CONFIG, **config})
+    if base is BASE:
+        found = [delta(made, module, target / CONFIG_FILE) for module in (Q, V)]
+        assert "AdaLoRA's singular values multiplied into A (2 modules)" in verified.conversion.changes
+    else:
+        joined = delta(made, LAYER.format(0, "qkv_proj"), target / CONFIG_FILE)
+        found = [joined[:8], joined[12:]]
+    for module, one in zip((Q, V), found, strict=True):
+        np.testing.assert_allclose(one, by_peft(tensors, module, alpha), rtol=2e-6)
 
 
 def test_values_of_bfloat16_are_multiplied_in_float32(tmp_path: Path) -> None:
@@ -51,51 +74,19 @@ def test_values_of_bfloat16_are_multiplied_in_float32(tmp_path: Path) -> None:
     np.testing.assert_allclose(delta(made, Q, target / CONFIG_FILE), by_peft(tensors, Q, 6), rtol=2e-6)
 
 
-def test_each_module_keeps_the_rank_that_training_has_left(tmp_path: Path) -> None:
-    kept = {f"{Q}.lora_E": [True, False, True, True], f"{PEFT}{V}.lora_E": [True, True, False, False]}
-    tensors = adalora(ranks=(3, 2))
-    _, made, target = convert(tmp_path, tensors, BASE, **CONFIG, rank_pattern=kept)
-    for module in (Q, V):
-        np.testing.assert_allclose(delta(made, module, target / CONFIG_FILE), by_peft(tensors, module, 6), rtol=2e-6)
-
-
 @pytest.mark.parametrize("alpha", [6, 0])
 def test_pruned_adapters_add_what_peft_itself_adds(tmp_path: Path, alpha: int) -> None:
     from peft import PeftModel
     from torch import nn
 
-    kept = {f"{Q}.lora_E": [True, False, True, True], f"{V}.lora_E": [True, True, False, False]}
-    config = {**CONFIG, "lora_alpha": alpha, "rank_pattern": kept, "total_step": 9, "target_modules": r".*_proj"}
-    _, made, target = convert(tmp_path, adalora(ranks=(3, 2)), BASE, **config)
+    config = {**CONFIG, "lora_alpha": alpha, "rank_pattern": KEPT, "total_step": 9, "target_modules": r".*_proj"}
+    _, made, target = convert(tmp_path, adalora(ranks=PRUNED), BASE, **config)
     base = nn.ModuleDict({"model": nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict()])})})
     base["model"]["layers"][0]["self_attn"] = nn.ModuleDict({"q_proj": nn.Linear(8, 8), "v_proj": nn.Linear(8, 4)})
     served = PeftModel.from_pretrained(base, str(tmp_path / "original")).base_model
     for module in (Q, V):
         wanted = served.get_submodule(f"model.{module}").get_delta_weight("default").detach().numpy()
         np.testing.assert_allclose(delta(made, module, target / CONFIG_FILE), wanted, rtol=1e-4, atol=1e-7)
-
-
-def test_pruned_parts_of_a_fused_module_are_joined(tmp_path: Path) -> None:
-    kept = {f"{Q}.lora_E": [True, False, True, True], f"{V}.lora_E": [True, True, False, False]}
-    tensors = adalora(ranks=(3, 2))
-    _, made, target = convert(tmp_path, tensors, base_of(FUSED), **CONFIG, rank_pattern=kept)
-    joined = delta(made, LAYER.format(0, "qkv_proj"), target / CONFIG_FILE)
-    np.testing.assert_allclose(joined[:8], by_peft(tensors, Q, 6), rtol=2e-6)
-    np.testing.assert_allclose(joined[12:], by_peft(tensors, V, 6), rtol=2e-6)
-
-
-def test_an_alpha_of_0_stands_for_each_modules_rank(tmp_path: Path) -> None:
-    tensors = adalora()
-    _, made, target = convert(tmp_path, tensors, BASE, **{**CONFIG, "lora_alpha": 0})
-    np.testing.assert_allclose(delta(made, Q, target / CONFIG_FILE), by_peft(tensors, Q, 4), rtol=2e-6)
-
-
-def test_parts_of_a_fused_module_are_joined_with_their_values(tmp_path: Path) -> None:
-    tensors = adalora()
-    _, made, target = convert(tmp_path, tensors, base_of(FUSED), **CONFIG)
-    joined = delta(made, LAYER.format(0, "qkv_proj"), target / CONFIG_FILE)
-    np.testing.assert_allclose(joined[:8], by_peft(tensors, Q, 6), rtol=2e-6)
-    np.testing.assert_allclose(joined[12:], by_peft(tensors, V, 6), rtol=2e-6)
 
 
 E_OF_Q = f"{PEFT}{Q}.lora_E"
@@ -122,7 +113,4 @@ def test_what_peft_would_not_compute_is_refused(
     tmp_path: Path, tensors: dict[str, np.ndarray], config: dict[str, object], kind: type[LoRAPluginsError], says: str
 ) -> None:
     given = {name: one for name, one in (adalora() | tensors).items() if one is not None}
-    with pytest.raises(kind, match=says) as caught:
-        verify_adapter(put(tmp_path, adapter_files(given, **{**CONFIG, **config})), BASE, Settings())
-    assert type(caught.value) is kind
-    assert caught.value.remedy
+    refusal(tmp_path, given, kind=kind, says=says, **{**CONFIG, **config})

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 
 from lora_plugins.adapter.landing import Model, check_landing
-from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace
+from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.errors import IncompatibleAdapter
-from tests.make import MODULES, read_name
+from tests.adapter.expert_models import BLOCK, sizes_of, with_experts
+from tests.make import read_name
 
-COUNT, HIDDEN, INNER, RANK = 2, 8, 6, 4
-BLOCK = "model.layers.0.mlp.experts"
-SIZES = {"w1": (HIDDEN, INNER), "w2": (INNER, HIDDEN), "w3": (HIDDEN, INNER), "w13": (HIDDEN, 2 * INNER)}
-NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-
-
-def model(*formats: ExpertFormat) -> ModelModules:
-    places = dict(MODULES.places)
-    for part, last in NAMES.items():
-        if ExpertFormat.PER_EXPERT in formats:
-            for expert in range(COUNT):
-                places[f"{BLOCK}.{expert}.{last}"] = ModulePlace(BLOCK, ModuleKind.EXPERTS, *SIZES[part], part=part)
-        if ExpertFormat.SHARED in formats:
-            places[f"{BLOCK}.{part}"] = ModulePlace(BLOCK, ModuleKind.EXPERTS, *SIZES[part], part=part)
-    if ExpertFormat.STACKED in formats:
-        for name, part in ((BLOCK, "w2"), (f"{BLOCK}.base_layer", "w13")):
-            places[name] = ModulePlace(BLOCK, ModuleKind.EXPERTS, *SIZES[part], part=part, stacked=COUNT)
-    return dataclasses.replace(MODULES, places=places, experts={BLOCK: Experts(COUNT, HIDDEN, INNER, formats, NAMES)})
+COUNT, RANK = 2, 4
+SIZES = sizes_of()
+model = partial(with_experts, count=COUNT)
 
 
 def pair(name: str, a: tuple[int, ...], b: tuple[int, ...], rank: int = RANK) -> LoraPair:

@@ -20,6 +20,7 @@ from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from lora_plugins.settings import Settings
 from tests.adapter.layouts.converted import FUSED, MLP, PARTS, base_of, convert
+from tests.adapter.verdicts import refusal
 from tests.make import BASE, LAYER, MODULES, PEFT, adapter_files, config_bytes, pair, put, read_name, weights
 
 Q, K, V = (LAYER.format(0, part) for part in ("q_proj", "k_proj", "v_proj"))
@@ -99,17 +100,14 @@ DORA, MERGE = {"use_dora": True}, "merge the adapter into the base model"
 def test_what_no_engine_could_compute_is_refused(
     tmp_path: Path, tensors: dict[str, np.ndarray], config: dict[str, object], kind: type[LoRAPluginsError], says: str
 ) -> None:
-    with pytest.raises(kind, match=says) as caught:
-        judged(tmp_path, tensors, **config)
-    assert type(caught.value) is kind
-    assert caught.value.remedy
+    refusal(tmp_path, weights() | tensors, SERVES, kind=kind, says=says, **config)
 
 
 def test_an_engine_without_vectors_says_why_before_a_load(tmp_path: Path) -> None:
     modules = replace(MODULES, without_vectors="as the kernels of vLLM compute no more")
     base = replace(BASE, model=Model(ModelModules.of_plain(modules.plain()), read_name))
-    with pytest.raises(IncompatibleAdapter, match=r"use_dora.*A and B alone, as the kernels of vLLM compute no more"):
-        judged(tmp_path, of_weights(MAGNITUDE), base, use_dora=True)
+    says = r"use_dora.*A and B alone, as the kernels of vLLM compute no more"
+    refusal(tmp_path, weights() | of_weights(MAGNITUDE), base, says=says, use_dora=True)
 
 
 @pytest.mark.parametrize(
@@ -167,22 +165,14 @@ def serving(places: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("kind", "config"), [(MAGNITUDE, DORA), (B_BIAS, {"lora_bias": True}), (BIAS, {"bias": "all"})]
 )
-def test_a_fused_modules_vector_is_split_as_its_rows(tmp_path: Path, kind: str, config: dict[str, object]) -> None:
-    tensors = pair(BOTH, 4, 8, 24) | vectors(kind, {BOTH: 24})
-    _, made, _ = convert(tmp_path, tensors, serving(PARTS), **config)
-    whole = tensors[f"{PEFT}{BOTH}.{kind}"]
-    assert np.array_equal(made[f"{PEFT}{FIRST}.{kind}"], whole[:12])
-    assert np.array_equal(made[f"{PEFT}{SECOND}.{kind}"], whole[12:])
-
-
-@pytest.mark.parametrize(
-    ("kind", "config"), [(MAGNITUDE, DORA), (B_BIAS, {"lora_bias": True}), (BIAS, {"bias": "all"})]
-)
-def test_vectors_of_all_parts_are_joined(tmp_path: Path, kind: str, config: dict[str, object]) -> None:
-    tensors = pair(FIRST, 4, 8, 12) | pair(SECOND, 4, 8, 12) | vectors(kind, {FIRST: 12, SECOND: 12})
-    _, made, _ = convert(tmp_path, tensors, serving(FUSED), **config)
-    parts = [tensors[f"{PEFT}{part}.{kind}"] for part in (FIRST, SECOND)]
-    assert np.array_equal(made[f"{PEFT}{BOTH}.{kind}"], np.concatenate(parts))
+def test_vectors_are_split_and_joined_as_rows(tmp_path: Path, kind: str, config: dict[str, object]) -> None:
+    fused = pair(BOTH, 4, 8, 24) | vectors(kind, {BOTH: 24})
+    _, made, _ = convert(tmp_path / "split", fused, serving(PARTS), **config)
+    parts = [made[f"{PEFT}{part}.{kind}"] for part in (FIRST, SECOND)]
+    assert [len(part) for part in parts] == [12, 12]
+    assert np.array_equal(np.concatenate(parts), fused[f"{PEFT}{BOTH}.{kind}"])
+    _, joined, _ = convert(tmp_path / "join", made, serving(FUSED), **config)
+    assert np.array_equal(joined[f"{PEFT}{BOTH}.{kind}"], fused[f"{PEFT}{BOTH}.{kind}"])
 
 
 def test_vectors_of_some_parts_are_joined_where_0_is_none(tmp_path: Path) -> None:
@@ -190,8 +180,8 @@ def test_vectors_of_some_parts_are_joined_where_0_is_none(tmp_path: Path) -> Non
     _, made, _ = convert(tmp_path, tensors, serving(FUSED), lora_bias=True)
     joined = made[f"{PEFT}{BOTH}.{B_BIAS}"]
     assert np.array_equal(joined, np.concatenate([np.zeros(12, "float32"), tensors[f"{PEFT}{SECOND}.{B_BIAS}"]]))
-    with pytest.raises(IncompatibleAdapter, match=r"in another layout than the engine's.*all parts"):
-        convert(tmp_path / "dora", pair(SECOND, 4, 8, 12) | vectors(MAGNITUDE, {SECOND: 12}), serving(FUSED), **DORA)
+    of_dora = pair(SECOND, 4, 8, 12) | vectors(MAGNITUDE, {SECOND: 12})
+    refusal(tmp_path, of_dora, serving(FUSED), says=r"in another layout.*all parts", **DORA, target_modules=".*")
 
 
 def test_vectors_of_two_dtypes_are_not_joined(tmp_path: Path) -> None:
@@ -199,5 +189,4 @@ def test_vectors_of_two_dtypes_are_not_joined(tmp_path: Path) -> None:
     wide = vectors(MAGNITUDE, {FIRST: 12})
     narrow = {name: one.astype("float16") for name, one in vectors(MAGNITUDE, {SECOND: 12}).items()}
     tensors = pair(FIRST, 4, 8, 12) | pair(SECOND, 4, 8, 12) | wide | narrow
-    with pytest.raises(IncompatibleAdapter, match=r"in another layout than the engine's"):
-        convert(tmp_path, tensors, serving(FUSED), **DORA)
+    refusal(tmp_path, tensors, serving(FUSED), says="in another layout than the engine's", **DORA)

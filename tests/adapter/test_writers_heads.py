@@ -7,9 +7,9 @@ import pytest
 
 from lora_plugins.adapter.model_modules import ModuleKind, ModulePlace
 from lora_plugins.adapter.verify import verify_adapter
-from lora_plugins.errors import IncompatibleAdapter
 from lora_plugins.settings import Settings
 from tests.adapter.layouts.converted import base_of
+from tests.adapter.verdicts import refusal
 from tests.make import MODULES, PEFT, adapter_files, put, weights
 
 
@@ -17,16 +17,16 @@ def classifier(name="score", **fields):
     return base_of({**MODULES.places, name: ModulePlace(name, ModuleKind.CLASSIFIER, 8, 3, **fields)})
 
 
-def with_head(tmp_path, *shape, name="score", bias=None):
-    head = {f"{PEFT}{name}.weight": np.ones(shape, "float32")}
+def with_head(*shape, bias=None):
+    head = {f"{PEFT}score.weight": np.ones(shape, "float32")}
     if bias is not None:
-        head[f"{PEFT}{name}.bias"] = np.ones(bias, "float32")
-    return put(tmp_path / "head", adapter_files(weights() | head, modules_to_save=["classifier", "score"]))
+        head[f"{PEFT}score.bias"] = np.ones(bias, "float32")
+    return adapter_files(weights() | head, modules_to_save=["classifier", "score"])
 
 
 @pytest.mark.parametrize("bias", [None, 3])
 def test_a_head_like_the_engines_is_served(tmp_path, bias):
-    assert verify_adapter(with_head(tmp_path, 3, 8, bias=bias), classifier(), Settings()).weights.others
+    assert verify_adapter(put(tmp_path, with_head(3, 8, bias=bias)), classifier(), Settings()).weights.others
 
 
 @pytest.mark.parametrize(
@@ -41,19 +41,17 @@ def test_a_head_like_the_engines_is_served(tmp_path, bias):
     ids=["more labels", "fewer labels", "another size", "a bias of fewer labels", "one dimension"],
 )
 def test_a_head_of_other_sizes_is_refused(tmp_path, shape, bias, found, expected):
-    with pytest.raises(IncompatibleAdapter) as caught:
-        verify_adapter(with_head(tmp_path, *shape, bias=bias), classifier(), Settings())
-    assert found in caught.value.found
-    assert caught.value.expected == expected
-    assert "--max-lora-cls-labels" in caught.value.remedy
+    error = refusal(tmp_path, with_head(*shape, bias=bias), classifier())
+    assert found in error.found
+    assert error.expected == expected
+    assert "--max-lora-cls-labels" in error.remedy
 
 
 def test_other_numbers_of_labels_may_be_left_to_the_engine(tmp_path):
     """With `--max-lora-cls-labels`, vLLM 0.32 answers each adapter with its own labels (lora/layers/classifier.py)."""
     base = classifier(max_out_features=True)
-    assert verify_adapter(with_head(tmp_path, 2, 8), base, Settings())
-    with pytest.raises(IncompatibleAdapter, match="16 features"):
-        verify_adapter(with_head(tmp_path, 2, 16), base, Settings())
+    assert verify_adapter(put(tmp_path, with_head(2, 8)), base, Settings())
+    refusal(tmp_path, with_head(2, 16), base, says="16 features")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +63,6 @@ def test_other_numbers_of_labels_may_be_left_to_the_engine(tmp_path):
     ids=["a generating server", "a head of another name"],
 )
 def test_a_classifiers_adapter_needs_a_classifier(tmp_path, base, expected):
-    with pytest.raises(IncompatibleAdapter) as caught:
-        verify_adapter(with_head(tmp_path, 3, 8), base, Settings())
-    assert "a classifier's head 'base_model.model.score.weight' of 3 labels" in caught.value.found
-    assert expected in caught.value.expected
+    error = refusal(tmp_path, with_head(3, 8), base)
+    assert "a classifier's head 'base_model.model.score.weight' of 3 labels" in error.found
+    assert expected in error.expected

@@ -6,23 +6,15 @@ import msgspec
 import pytest
 
 from lora_plugins.adapter.model_modules import ModuleKind, ModulePlace, Unadapted
-from lora_plugins.adapter.verify import verify_adapter
-from lora_plugins.errors import IncompatibleAdapter
-from lora_plugins.settings import Settings
 from tests.adapter.layouts.converted import FUSED, MLP, PARTS, base_of, convert, delta
-from tests.make import BASE, LAYER, MODULES, PEFT, adapter_files, pair, put, weights
+from tests.adapter.verdicts import refusal
+from tests.make import BASE, LAYER, MODULES, PEFT, pair, weights
 
 COMPILED = "'_orig_mod.' of torch.compile taken out of keys"
 
 
 def renamed(tensors, old, new):
     return {name.replace(old, new, 1): array for name, array in tensors.items()}
-
-
-def refusal(tmp_path, tensors, base=BASE, **config):
-    with pytest.raises(IncompatibleAdapter) as caught:
-        verify_adapter(put(tmp_path / "refused", adapter_files(tensors, **config)), base, Settings())
-    return caught.value
 
 
 @pytest.mark.parametrize(

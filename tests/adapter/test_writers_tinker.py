@@ -10,29 +10,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModuleKind, ModulePlace
-from lora_plugins.adapter.verify import verify_adapter
-from lora_plugins.errors import IncompatibleAdapter
-from lora_plugins.settings import Settings
+from lora_plugins.adapter.model_modules import ExpertFormat, ModuleKind, ModulePlace
+from tests.adapter.expert_models import BLOCK, NAMES, sizes_of, with_experts
 from tests.adapter.layouts.converted import base_of, convert, delta
-from tests.make import MODULES, PEFT, adapter_files, pair, put, weights
+from tests.adapter.verdicts import refusal
+from tests.make import MODULES, PEFT, pair, weights
 
 HEAD = {"lm_head": ModulePlace("lm_head", ModuleKind.HEAD, 8, 32)}
-MOE = "model.layers.0.mlp.experts"
-COUNT, HIDDEN, INNER, RANK = 3, 8, 6, 4
-NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-SIZES = {"w1": (HIDDEN, INNER), "w2": (INNER, HIDDEN), "w3": (HIDDEN, INNER)}
+COUNT, RANK = 3, 4
+SIZES = sizes_of()
 
 
 def base_with_experts(*formats):
-    places = {
-        f"{MOE}.{expert}.{name}": ModulePlace(MOE, ModuleKind.EXPERTS, *SIZES[role], part=role)
-        for expert in range(COUNT)
-        for role, name in NAMES.items()
-    }
-    experts = {MOE: Experts(COUNT, HIDDEN, INNER, formats, NAMES)}
-    is_listed = ExpertFormat.PER_EXPERT in formats
-    return base_of(MODULES.places | (places if is_listed else {}), experts=experts)
+    modules = with_experts(*formats, count=COUNT)
+    return base_of(modules.places, experts=modules.experts)
 
 
 def raw(*roles, count=COUNT):
@@ -42,8 +33,8 @@ def raw(*roles, count=COUNT):
     for role in roles:
         inputs, outputs = SIZES[role]
         of_a, of_b = (count, 1) if role == "w2" else (1, count)
-        tensors[f"{PEFT}{MOE}.{role}.lora_A.weight"] = values.normal(size=(of_a, RANK, inputs)).astype("float32")
-        tensors[f"{PEFT}{MOE}.{role}.lora_B.weight"] = values.normal(size=(of_b, outputs, RANK)).astype("float32")
+        tensors[f"{PEFT}{BLOCK}.{role}.lora_A.weight"] = values.normal(size=(of_a, RANK, inputs)).astype("float32")
+        tensors[f"{PEFT}{BLOCK}.{role}.lora_B.weight"] = values.normal(size=(of_b, outputs, RANK)).astype("float32")
     return tensors
 
 
@@ -60,16 +51,16 @@ def test_experts_of_tinker_become_a_pair_each(tmp_path):
     assert verified.conversion.changes == ("Tinker's experts split into a pair each (9 modules)",)
     for expert in range(COUNT):
         for role, name in NAMES.items():
-            a, b = (tensors[f"{PEFT}{MOE}.{role}.lora_{side}.weight"].astype("float64") for side in "AB")
+            a, b = (tensors[f"{PEFT}{BLOCK}.{role}.lora_{side}.weight"].astype("float64") for side in "AB")
             expected = b[expert if len(b) > 1 else 0] @ a[expert if len(a) > 1 else 0] * 2
-            found = delta(made, f"{MOE}.{expert}.{name}", target / "adapter_config.json")
+            found = delta(made, f"{BLOCK}.{expert}.{name}", target / "adapter_config.json")
             assert np.array_equal(found, expected)
 
 
 def test_a_part_that_tinker_left_out_adds_nothing(tmp_path):
     _, made, target = convert(tmp_path, raw("w2"), base_with_experts(ExpertFormat.PER_EXPERT))
-    assert not delta(made, f"{MOE}.1.gate_proj", target / "adapter_config.json").any()
-    assert delta(made, f"{MOE}.1.down_proj", target / "adapter_config.json").any()
+    assert not delta(made, f"{BLOCK}.1.gate_proj", target / "adapter_config.json").any()
+    assert delta(made, f"{BLOCK}.1.down_proj", target / "adapter_config.json").any()
 
 
 @pytest.mark.parametrize(
@@ -83,8 +74,7 @@ def test_a_part_that_tinker_left_out_adds_nothing(tmp_path):
     ids=["no head", "another vocabulary", "stacked experts", "more experts"],
 )
 def test_what_cannot_be_exact_is_refused_with_tinkers_own_conversion(tmp_path, tensors, base):
-    with pytest.raises(IncompatibleAdapter) as caught:
-        verify_adapter(put(tmp_path / "raw", adapter_files(tensors)), base, Settings())
-    assert "in Tinker's own names" in caught.value.found
-    assert "tinker_cookbook.weights.build_lora_adapter" in caught.value.remedy
-    assert "--enable-moe-shared-loras" in caught.value.remedy
+    error = refusal(tmp_path, tensors, base)
+    assert "in Tinker's own names" in error.found
+    assert "tinker_cookbook.weights.build_lora_adapter" in error.remedy
+    assert "--enable-moe-shared-loras" in error.remedy

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lora_plugins.adapter.config import CONFIG_FILE
+from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.verify import VerifiedAdapter, verify_adapter
-from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError
 from lora_plugins.settings import Settings
-from tests.make import BASE
+from tests.make import BASE, adapter_files, put
+
+REFUSED = (IncompatibleAdapter, InvalidAdapter)
 
 
 def verified(directory: Path, **changes: object) -> VerifiedAdapter:
@@ -26,3 +31,21 @@ def refused(kind: type[LoRAPluginsError], directory: Path, file: str, **changes:
         assert part
         assert part in str(error)
     return error
+
+
+def refusal(
+    directory: Path,
+    tensors: dict[str, Any],
+    base: BaseModel = BASE,
+    *,
+    kind: type[LoRAPluginsError] | tuple[type[LoRAPluginsError], ...] = REFUSED,
+    says: str = ".",
+    **config: object,
+) -> LoRAPluginsError:
+    """The error of an adapter of these tensors, or of these files with a configuration."""
+    files = tensors if CONFIG_FILE in tensors else adapter_files(tensors, **config)
+    with pytest.raises(kind, match=says) as caught:
+        verify_adapter(put(directory / "refused", files), base, Settings())
+    assert type(caught.value) in (kind if isinstance(kind, tuple) else (kind,))
+    assert caught.value.remedy
+    return caught.value

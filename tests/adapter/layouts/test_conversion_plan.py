@@ -12,6 +12,7 @@ from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.settings import Settings
 from tests.adapter.layouts.converted import MLP, PARTS, base_of, convert
+from tests.adapter.verdicts import refusal
 from tests.make import BASE, LAYER, MODULES, adapter_files, pair, put, sharded, weights
 
 
@@ -31,8 +32,8 @@ def test_the_adapters_name_is_taken_out_of_keys(tmp_path, name):
 
 def test_two_adapters_in_one_file_are_refused(tmp_path):
     one, other = pair(LAYER.format(0, "q_proj"), 4, 8, 8), pair(LAYER.format(1, "q_proj"), 4, 8, 8)
-    with pytest.raises(InvalidAdapter, match=r"several adapters in one file .*\(names in their keys: a, b\)"):
-        verify_adapter(put(tmp_path, adapter_files(with_name(one, "a") | with_name(other, "b"))), BASE, Settings())
+    says = r"several adapters in one file .*\(names in their keys: a, b\)"
+    refusal(tmp_path, with_name(one, "a") | with_name(other, "b"), kind=InvalidAdapter, says=says)
 
 
 def test_a_name_of_another_transformers_version_is_respelled(tmp_path):
@@ -42,8 +43,7 @@ def test_a_name_of_another_transformers_version_is_respelled(tmp_path):
     verified, made, _ = convert(tmp_path, tensors, base)
     assert list(made) == list(pair(LAYER.format(0, "q_proj"), 4, 8, 8))
     assert verified.conversion.changes == ("keys renamed (1 modules)",)
-    with pytest.raises(IncompatibleAdapter):
-        verify_adapter(tmp_path / "original", BASE, Settings())
+    refusal(tmp_path, tensors, kind=IncompatibleAdapter)
 
 
 def test_no_rule_touches_what_has_no_place(tmp_path):

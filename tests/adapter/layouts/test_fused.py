@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
 
 from lora_plugins.adapter.config import CONFIG_FILE
-from lora_plugins.adapter.verify import verify_adapter
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
-from lora_plugins.settings import Settings
 from tests.adapter.layouts.converted import FUSED, MLP, PARTS, base_of, convert, delta
-from tests.make import LAYER, MODULES, adapter_files, pair, put
+from tests.adapter.verdicts import refusal
+from tests.make import LAYER, MODULES, pair
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
@@ -65,34 +63,28 @@ def test_parts_of_several_ranks_are_joined_with_one_scaling(tmp_path):
 
 def test_parts_with_other_scalings_are_not_joined(tmp_path):
     tensors = {**pair(MLP.format(0, "gate_proj"), 4, 8, 12), **pair(MLP.format(0, "up_proj"), 4, 8, 12)}
-    original = put(tmp_path, adapter_files(tensors, alpha_pattern={"up_proj": 5}))
-    with pytest.raises(IncompatibleAdapter, match="modules that the model does not have"):
-        verify_adapter(original, base_of(FUSED), Settings())
+    says = "modules that the model does not have"
+    refusal(tmp_path, tensors, base_of(FUSED), says=says, alpha_pattern={"up_proj": 5})
 
 
 def test_a_joined_rank_above_the_slots_is_refused(tmp_path):
     tensors = pair(LAYER.format(0, "q_proj"), 4, 8, 8) | pair(LAYER.format(0, "v_proj"), 4, 8, 4)
     base = dataclasses.replace(base_of(FUSED), max_rank=7)
-    with pytest.raises(IncompatibleAdapter, match="rank 8"):
-        verify_adapter(put(tmp_path, adapter_files(tensors)), base, Settings())
+    refusal(tmp_path, tensors, base, kind=IncompatibleAdapter, says="rank 8")
 
 
-@pytest.mark.parametrize("high", [20, 12])
-def test_a_fused_pair_of_other_sizes_is_not_split(tmp_path, high):
-    tensors = pair(MLP.format(0, "gate_up_proj"), 4, 8, high)
-    with pytest.raises(IncompatibleAdapter, match="gate_up_proj"):
-        verify_adapter(put(tmp_path, adapter_files(tensors)), base_of({**MODULES.places, **PARTS}), Settings())
-
-
-def test_a_module_fused_and_in_parts_is_refused(tmp_path):
-    tensors = pair(MLP.format(0, "gate_up_proj"), 4, 8, 24) | pair(MLP.format(0, "up_proj"), 4, 8, 12)
-    with pytest.raises(InvalidAdapter, match="two forms of module"):
-        verify_adapter(put(tmp_path, adapter_files(tensors)), base_of({**MODULES.places, **PARTS}), Settings())
-
-
-def test_scalings_of_joined_parts_hold(tmp_path):
-    """With rsLoRA a rank of three times needs an alpha of its root."""
-    tensors = pair(LAYER.format(0, "q_proj"), 4, 8, 8) | pair(LAYER.format(0, "k_proj"), 4, 8, 4)
-    verified, _, _ = convert(tmp_path, tensors, base_of(FUSED), use_rslora=True)
-    config = verified.conversion.config
-    assert math.isclose(config.alpha_pattern["qkv_proj"] / math.sqrt(config.rank_pattern["qkv_proj"]), 8 / math.sqrt(4))
+@pytest.mark.parametrize(
+    ("tensors", "kind", "says"),
+    [
+        (pair(MLP.format(0, "gate_up_proj"), 4, 8, 20), IncompatibleAdapter, "gate_up_proj"),
+        (pair(MLP.format(0, "gate_up_proj"), 4, 8, 12), IncompatibleAdapter, "gate_up_proj"),
+        (
+            pair(MLP.format(0, "gate_up_proj"), 4, 8, 24) | pair(MLP.format(0, "up_proj"), 4, 8, 12),
+            InvalidAdapter,
+            "two forms of module",
+        ),
+    ],
+    ids=["less", "half", "fused and in parts"],
+)
+def test_a_fused_pair_that_is_none_is_not_split(tmp_path, tensors, kind, says):
+    refusal(tmp_path, tensors, base_of({**MODULES.places, **PARTS}), kind=kind, says=says)
