@@ -54,7 +54,7 @@ DIFFERENT = [
     ("acme/qwen2.5-7b-law", "Qwen/Qwen2.5-7B-Instruct", "name (law, not instruct)"),
 ]
 UNKNOWN = [
-    *(
+    *[
         "/checkpoints/step-500",
         "/data/out/checkpoint-1200",
         "model",
@@ -62,8 +62,8 @@ UNKNOWN = [
         "base",
         "org/tiny",
         "acme/base-8b",
-    ),
-    *("", ".", "///", "..", "/srv/opt", "mistral", "llama", "gpt-4", "/mnt/disk-1/prod-v3", COMMIT),
+    ],
+    *["", ".", "///", "..", "/srv/opt", "mistral", "llama", "gpt-4", "/mnt/disk-1/prod-v3", COMMIT],
     "llama-3.1-8b-" + "x" * 300,
 ]
 

@@ -16,11 +16,7 @@ from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
 from lora_plugins.errors import InvalidAdapter
 from tests.adapter.verdicts import refused, verified
-from tests.make import (
-    config_bytes,
-    safetensors,
-    weights,
-)
+from tests.make import config_bytes, safetensors, weights
 
 WIDTH = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 KIND = {"F64": "<u8", "F32": "<u4", "F16": "<u2", "BF16": "<u2"}
@@ -53,17 +49,11 @@ def check(dtype: str, bits: np.ndarray, before: bytes = b"") -> None:
 
 
 @dtypes
-def test_every_kind_of_nan_and_infinity_is_found(dtype):
+def test_nan_and_infinity_are_found_beside_finite_extremes(dtype):
+    check(dtype, np.array(FINITE[dtype], dtype="u8"))
     for bits in NOT_FINITE[dtype]:
         with pytest.raises(InvalidAdapter, match="NaN or infinity in tensor 'the_tensor'"):
-            check(dtype, np.array([bits], dtype="u8"))
-
-
-@dtypes
-def test_the_extremes_of_finite_values_are_let_through(dtype):
-    check(dtype, np.array(FINITE[dtype], dtype="u8"))
-    with pytest.raises(InvalidAdapter):
-        check(dtype, np.array([*FINITE[dtype], NOT_FINITE[dtype][0]], dtype="u8"))
+            check(dtype, np.array([*FINITE[dtype], bits], dtype="u8"))
 
 
 @dtypes
@@ -82,10 +72,11 @@ def test_it_is_found_at_every_position(dtype, small_pieces):
 def test_only_the_tensors_own_bytes_are_looked_at():
     ones = b"\xff" * 8
     data = ones + b"\0" * 8 + ones
-    check_finite(io.BytesIO(data), [TensorInfo("a", "F32", (2,), 8, 16)])  # lets it through
+    between = TensorInfo("a", "F32", (2,), 8, 16)
+    check_finite(io.BytesIO(data), [between])  # lets it through
     for begin in (0, 16):
-        with pytest.raises(InvalidAdapter):
-            check_finite(io.BytesIO(data), [TensorInfo("a", "F32", (2,), begin, begin + 8)])
+        with pytest.raises(InvalidAdapter, match="'b'"):
+            check_finite(io.BytesIO(data), [between, TensorInfo("b", "F32", (2,), begin, begin + 8)])
 
 
 @dtypes
@@ -95,13 +86,6 @@ def test_the_largest_magnitude_is_returned(dtype):
     data = values.astype(KIND[dtype]).tobytes()
     tensor = TensorInfo("one", dtype, (3,), 0, len(data))
     assert check_finite(io.BytesIO(data), [tensor]) == {"one": 2.5}
-
-
-def test_every_tensor_is_looked_at():
-    data = b"\0" * 8 + np.array([np.nan], "<f4").tobytes()
-    tensors = [TensorInfo("first", "F32", (2,), 0, 8), TensorInfo("second", "F32", (1,), 8, 12)]
-    with pytest.raises(InvalidAdapter, match="'second'"):
-        check_finite(io.BytesIO(data), tensors)
 
 
 @pytest.mark.parametrize("length", [0, 3, 64, 100])
@@ -141,7 +125,7 @@ def test_numpy_agrees_about_any_bits(dtype, data):
         assert np.isfinite(values).all()
 
 
-@pytest.mark.parametrize("alpha", [1e30, 1e300])
+@pytest.mark.parametrize("alpha", [1e30, 1e300, -1e30])
 def test_an_alpha_that_no_dtype_can_hold_is_refused(adapter, alpha):
     for changes in ({"lora_alpha": alpha}, {"alpha_pattern": {"q_proj": alpha}}):
         (adapter / CONFIG_FILE).write_bytes(config_bytes(**changes))

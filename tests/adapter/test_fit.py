@@ -14,7 +14,7 @@ from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.errors import IncompatibleAdapter, LoRAPluginsError
 from lora_plugins.settings import BaseMatch
-from tests.make import BASE, LAYER
+from tests.make import BASE, LAYER, PEFT
 
 SNAPSHOT = "/home/someone/.cache/huggingface/hub/models--org--tiny/snapshots/" + "0123456789abcdef" * 2 + "01234567"
 Q, V = LAYER.format(0, "q_proj"), LAYER.format(0, "v_proj")
@@ -28,8 +28,8 @@ def adapter(name: str | None = "org/tiny", rank: int = 4, **changes) -> AdapterC
     return AdapterConfig(rank=rank, alpha=8.0, targets=None, base_model=name, **changes)
 
 
-def lora(module: str = Q, wide: int = 8, high: int = 8, rank: int = 4) -> LoraPair:
-    a, b = (f"base_model.model.{module}.lora_{side}.weight" for side in "AB")
+def lora(module: str = Q, wide: int = 8, high: int = 8, rank: int = 4, prefix: str = PEFT) -> LoraPair:
+    a, b = (f"{prefix}{module}.lora_{side}.weight" for side in "AB")
     return LoraPair(module, TensorInfo(a, "F32", (rank, wide), 0, 0), TensorInfo(b, "F32", (high, rank), 0, 0), rank, 8)
 
 
@@ -94,11 +94,6 @@ def test_exact_names_are_path_served_names_and_aliases():
     assert model.names == ("org/tiny", "served", "other/alias")
     assert model.matches("other/alias")
     assert not base().matches("other/alias")
-
-
-@given(st.text(max_size=30))
-def test_every_model_matches_its_own_name(name):
-    assert BaseModel(name).matches(name)
 
 
 # --- modes
@@ -202,3 +197,4 @@ def test_any_name_and_module_fit_or_raise_our_errors(name, mode, module):
     except LoRAPluginsError as error:
         said = (error.found, error.expected, error.remedy)
     assert all(said)
+    assert BaseModel(name).matches(name)

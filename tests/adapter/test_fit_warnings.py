@@ -28,6 +28,7 @@ def warned(name: str | None, path: str, mode: BaseMatch = BaseMatch.COMPATIBLE, 
 
 def test_another_name_is_said_with_both_names() -> None:
     assert warned(PLAIN, INSTRUCT) == (SAID,)
+    assert warned(PLAIN, INSTRUCT, BaseMatch.OFF) == ()
     assert warned(INSTRUCT, INSTRUCT) == warned("unsloth/llama-3.1-8b-instruct-bnb-4bit", INSTRUCT) == ()
 
 
@@ -115,10 +116,6 @@ def test_an_alias_is_believed() -> None:
     assert warned("Qwen/Qwen2.5-7B", INSTRUCT, aliases=(PLAIN, "mine")) != ()
 
 
-def test_off_compares_no_names() -> None:
-    assert warned(PLAIN, INSTRUCT, BaseMatch.OFF) == ()
-
-
 def test_directories_of_a_machine_are_not_shown() -> None:
     (said,) = warned("/home/someone/secret/Llama-3.1-8B", "/data/place/Llama-3.1-70B")
     assert said == "trained on Llama-3.1-8B, served on Llama-3.1-70B: another size (8b, not 70b)"
@@ -185,20 +182,13 @@ def test_verification_carries_the_warning(tmp_path: Path) -> None:
         verify_adapter(tmp_path / "one", base, Settings(base_match=BaseMatch.STRICT))
 
 
-@pytest.mark.parametrize(
-    ("content", "name"),
-    [
-        (json.dumps({"_name_or_path": INSTRUCT}), INSTRUCT),
-        ("{}", ""),
-        ('{"_name_or_path": 5}', ""),
-        ("[]", ""),
-        ("{", ""),
-        ("[" * 100_000, ""),
-        ("\0", ""),
-        (None, ""),
-    ],
-)
-def test_the_original_name_is_read_of_the_model(tmp_path: Path, content: str | None, name: str) -> None:
+@pytest.mark.parametrize("content", ["{}", '{"_name_or_path": 5}', "[]", "{", "[" * 100_000, "\0", None])
+def test_a_model_without_an_original_name_has_none(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    assert original_name_of(str(tmp_path)) == name
+    assert original_name_of(str(tmp_path)) == ""
+
+
+def test_the_original_name_is_read_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": INSTRUCT}))
+    assert original_name_of(str(tmp_path)) == INSTRUCT

@@ -15,15 +15,11 @@ from lora_plugins.adapter.model_modules import ModelModules, ModuleKind, ModuleP
 from lora_plugins.adapter.safetensors_header import TensorInfo
 from lora_plugins.adapter.weights import LoraPair, Weights
 from lora_plugins.errors import IncompatibleAdapter
+from tests.adapter.test_fit import lora
 from tests.make import LAYER, MODULES, read_name
 
 Q, V = LAYER.format(0, "q_proj"), LAYER.format(0, "v_proj")
 ABOUT = "base model a, served is b"
-
-
-def lora(module: str = Q, wide: int = 8, high: int = 8, rank: int = 4, prefix: str = "base_model.model.") -> LoraPair:
-    a, b = (f"{prefix}{module}.lora_{side}.weight" for side in "AB")
-    return LoraPair(module, TensorInfo(a, "F32", (rank, wide), 0, 0), TensorInfo(b, "F32", (high, rank), 0, 0), rank, 8)
 
 
 def modules(**places: ModulePlace) -> ModelModules:
@@ -164,7 +160,7 @@ def test_a_head_may_know_fewer_words_and_no_more():
 @pytest.mark.parametrize(
     ("pair", "place"),
     [
-        (lora(prefix=""), None),  # without PEFT's prefix
+        (lora(prefix=""), None),
         (lora("in_proj", 7, 9), ModulePlace("in_proj_qkvz")),  # sizes that only the engine knows are left to it
         (lora("mlp.gate", 8, 4), ModulePlace("mlp.gate", ModuleKind.LINEAR, 8, 4)),  # a router, like any linear module
     ],
@@ -195,11 +191,6 @@ def test_a_resized_vocabulary_is_refused():
     assert check_landing(copied(32, 8), model, ABOUT) == ()
     with pytest.raises(IncompatibleAdapter, match="resized vocabulary"):
         check_landing(copied(33, 8), model, ABOUT)
-
-
-def test_pipeline_stages_are_joined():
-    stages = [dataclasses.replace(MODULES, places={name: place}) for name, place in list(MODULES.places.items())[:2]]
-    assert set(stages[0].joined(stages[1]).places) == set(list(MODULES.places)[:2])
 
 
 @given(st.text(max_size=40), st.integers(1, 64), st.integers(1, 64))

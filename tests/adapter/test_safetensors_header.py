@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 
@@ -19,7 +18,7 @@ from lora_plugins.adapter.safetensors_header import (
     read_header,
     read_metadata,
 )
-from lora_plugins.errors import InvalidAdapter, LoRAPluginsError
+from lora_plugins.errors import InvalidAdapter
 from tests.make import header_of, weights, with_header
 from tests.make import safetensors as saved
 
@@ -70,9 +69,7 @@ def test_tensors_come_in_the_order_of_their_bytes():
 
 @pytest.mark.parametrize(("dtype", "size"), [("F64", 8), ("F32", 4), ("F16", 2), ("BF16", 2)])
 def test_floating_point_dtypes_are_read(dtype, size):
-    data = with_header({"a": entry(dtype=dtype, shape=[1], data_offsets=[0, size])}, b"\0" * size)
-    assert [tensor.dtype for tensor in read(data)] == [dtype]
-    assert check(data)
+    assert check(with_header({"a": entry(dtype=dtype, shape=[1], data_offsets=[0, size])}, b"\0" * size))
 
 
 @pytest.mark.parametrize("metadata", [{}, {"format": "pt"}, None, {"tags": "x" * (MAX_METADATA_CHARACTERS - 20)}])
@@ -202,16 +199,10 @@ def test_every_changed_header_byte_reads_as_in_the_library():
 
 
 @given(st.integers(0, len(FILE)), st.integers(0, len(FILE)), st.binary(max_size=12))
+@example(0, len(FILE), b"\x02\0\0\0\0\0\0\0{}")
 def test_replaced_stretches_read_as_in_the_library(one, other, replacement):
     begin, end = sorted((one, other))
     check(FILE[:begin] + replacement + FILE[end:])
-
-
-@given(st.binary(max_size=300))
-@example(b"\x02\0\0\0\0\0\0\0{}")
-def test_any_bytes_raise_nothing_but_ours(data):
-    with contextlib.suppress(LoRAPluginsError):
-        assert read(data)
 
 
 JSON = st.recursive(

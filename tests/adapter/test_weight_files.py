@@ -18,18 +18,9 @@ from lora_plugins.adapter.weight_files import (
     read_index,
     shards_of,
 )
-from lora_plugins.errors import (
-    AdapterNotFound,
-    IncompatibleAdapter,
-    InvalidAdapter,
-)
+from lora_plugins.errors import AdapterNotFound, IncompatibleAdapter, InvalidAdapter
 from tests.adapter.verdicts import refused, verified
-from tests.make import (
-    adapter_files,
-    config_bytes,
-    put,
-    sharded,
-)
+from tests.make import adapter_files, config_bytes, put, sharded
 
 
 @pytest.fixture
