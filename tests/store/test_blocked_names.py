@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
 from lora_plugins.store.blocked_names import Blocks
 from lora_plugins.store.layout import Layout
+from tests.other_processes import other_processes
 
 DIGEST = "1f2e3d4c" * 8
 
@@ -57,13 +56,13 @@ def test_a_load_of_the_name_passes_its_own_block_only(layout: Layout) -> None:
 
 def test_another_process_of_the_store_sees_it(layout: Layout) -> None:
     blocked(layout, "sql", "chat")
-    program = (
-        "import sys; from pathlib import Path; from lora_plugins.store.blocked_names import Blocks; "
-        "from lora_plugins.store.layout import Layout; it = Blocks(Layout(Path(sys.argv[1]))); "
-        "print(sorted(it.names()), 'sql@main' in it, 'other' in it)"
-    )
-    said = subprocess.run([sys.executable, "-c", program, layout.root], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "['chat', 'sql'] True False"
+    with other_processes() as process:
+        assert process.submit(seen, layout.root).result(60) == (["chat", "sql"], True, False)
+
+
+def seen(root: Path) -> tuple[list[str], bool, bool]:
+    blocks = Blocks(Layout(root))
+    return sorted(blocks.names()), "sql@main" in blocks, "other" in blocks
 
 
 def test_a_running_server_sees_it_at_once(layout: Layout) -> None:
@@ -82,22 +81,16 @@ def test_it_holds_in_this_process_before_it_is_written(layout: Layout) -> None:
     assert ("sql@main" in blocks, blocks.names()) == (True, {"sql"})
 
 
-def test_one_made_since_is_not_lifted(layout: Layout) -> None:
-    loading, other = blocked(layout, "sql"), Blocks(layout)
+@pytest.mark.parametrize("is_written", [True, False])
+def test_one_made_during_a_load_is_not_lifted(layout: Layout, is_written: bool) -> None:
+    loading = blocked(layout, "sql")
     seen = loading.present("sql")
-    other.hold("sql")
-    other.write("sql")
+    if is_written:
+        blocked(layout, "sql")
+    else:
+        loading.hold("sql")
     assert not loading.lift("sql", seen)
     assert "sql" in loading
-
-
-def test_one_made_during_a_load_is_not_lifted(layout: Layout) -> None:
-    loading = Blocks(layout)
-    seen = loading.present("sql")
-    loading.hold("sql")
-    assert not loading.lift("sql", seen)
-    loading.write("sql")
-    assert not loading.lift("sql", seen)
     assert "sql" in Blocks(layout)
 
 
@@ -109,12 +102,6 @@ def test_what_cannot_be_written_holds_here(layout: Layout) -> None:
         blocks.write("sql")
     assert "sql" in blocks
     assert not layout.root.exists()
-
-
-def test_it_holds_here_while_the_store_is_away(layout: Layout) -> None:
-    blocks = blocked(layout, "sql")
-    layout.root.rename(layout.root.with_name("away"))
-    assert "sql@main" in blocks
 
 
 def test_one_of_another_server_holds_while_the_store_is_away(layout: Layout) -> None:

@@ -7,8 +7,8 @@ import errno
 import os
 import resource
 import shutil
+import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import pytest
 from lora_plugins.errors import OutOfMemory, SourceUnavailable
 from lora_plugins.store.disk_errors import is_damage
 from lora_plugins.store.store import Store
+from tests.other_processes import other_processes
 from tests.store.common import DownloadSpec, adapter_files, leftovers, obtain
 
 
@@ -77,29 +78,18 @@ def test_a_disk_that_fills_leaves_no_half_adapter(few_bytes: Path, free: int) ->
     assert leftovers(store) == []
 
 
+def fetch_limited(root: Path) -> None:
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+    obtain(Store(root), DownloadSpec(adapter_files(rank=16, hidden=4096)))
+
+
 @pytest.mark.deployment("full disk", "tested", "at every page of a fetch, by quota too: L004, nothing half is left")
 def test_a_file_larger_than_allowed_is_out_of_memory(tmp_path: Path) -> None:
     # Where nothing can be mounted: the limit on a file's size fails a write in the same way.
-    code = """
-import resource, signal, sys
-from pathlib import Path
-from lora_plugins.errors import OutOfMemory
-from lora_plugins.store.disk_errors import is_damage
-from lora_plugins.store.store import Store
-from tests.store.common import DownloadSpec, adapter_files, obtain
-store = Store(Path(sys.argv[1]))
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
-try:
-    obtain(store, DownloadSpec(adapter_files(rank=16, hidden=4096)))
-except OutOfMemory as error:
-    assert list(store.layout.folder("tmp").iterdir()) == []
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "store")], capture_output=True, text=True, check=False, timeout=240
-    )
-    assert "[L004]" in done.stdout, done.stderr
+    with other_processes() as process, pytest.raises(OutOfMemory):
+        process.submit(fetch_limited, tmp_path / "store").result(240)
+    assert leftovers(Store(tmp_path / "store")) == []
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 50_000
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +18,7 @@ from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import MANIFEST_FILE
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import Store
-from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
+from tests.store.common import DownloadSpec, adapter_files, cancel, check, leftovers, obtain
 
 SIZE = sum(map(len, adapter_files().values()))
 GIB = 1 << 30
@@ -30,6 +29,11 @@ def full(tmp_path: Path) -> tuple[Store, list[str]]:
     """A store for three, which are there and leased."""
     store = Store(tmp_path / "store", max_bytes=3 * SIZE)
     return store, [fill(store, seed) for seed in range(1, 4)]
+
+
+def release(store: Store, digests: list[str]) -> None:
+    for seed, digest in enumerate(digests, 1):
+        store.leases.release(digest, seed)
 
 
 def fill(store: Store, seed: int) -> str:
@@ -65,11 +69,7 @@ def test_leases_end_whole_although_their_caller_leaves(full) -> None:
 
         store.relieve = relieve
         wanted = DownloadSpec(adapter_files(seed=4), version="4")
-        fetching = asyncio.create_task(store.obtain(wanted, wanted.fetch, check))
-        await began.wait()
-        fetching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
+        await cancel(store.obtain(wanted, wanted.fetch, check), began.wait())
         assert wanted.fetches == 0
 
     asyncio.run(leave())
@@ -106,6 +106,17 @@ def test_a_release_may_say_what_goes_first(full) -> None:
     assert digests[-1] not in store.layout.digests()
 
 
+def test_use_keeps_an_adapter(full) -> None:
+    store, digests = full
+    for seed, digest in enumerate(digests, 1):
+        store.leases.release(digest, seed)
+        os.utime(store.layout.folder("uses") / digest, (seed, seed))
+    assert fill(store, 1) == digests[0]
+    store.leases.release(digests[0], 1)
+    fourth = fill(store, 4)
+    assert set(store.layout.digests()) == {digests[0], digests[2], fourth}
+
+
 def test_a_shared_lease_outlives_the_first(full) -> None:
     store, (digest, *_) = full
     request = object()
@@ -119,8 +130,7 @@ def test_a_shared_lease_outlives_the_first(full) -> None:
 
 def test_damage_is_in_the_budget_and_goes_first(full) -> None:
     store, digests = full
-    for seed, digest in enumerate(digests, 1):
-        store.leases.release(digest, seed)
+    release(store, digests)
     (store.layout.adapter(digests[2]) / "adapter_model.safetensors").write_bytes(b"")
     assert not store.verify(digests[2])
     fourth = fill(store, 4)
@@ -178,8 +188,7 @@ def test_what_is_removed_leaves_no_index(full) -> None:
     store, digests = full
     index = store.layout.folder("index")
     assert len(list(index.iterdir())) == 3
-    for seed, digest in enumerate(digests, 1):
-        store.leases.release(digest, seed)
+    release(store, digests)
     for seed in range(4, 8):
         store.leases.release(fill(store, seed), seed)
     assert sorted(path.read_text() for path in index.iterdir()) == store.layout.digests()
@@ -231,11 +240,8 @@ def test_manifests_are_read_once_to_make_room(full, monkeypatch) -> None:
     inventory = Inventory(store.layout)
     assert inventory.look() == 3 * SIZE
     store.remove(digests[0])
-    monkeypatch.setattr(Manifest, "read", _unreadable)
+    monkeypatch.setattr(Manifest, "read", lambda *_: pytest.fail("read again"))
     assert inventory.look() == 2 * SIZE
-
-
-_unreadable: Callable[..., Manifest] = staticmethod(lambda *_: pytest.fail("read again"))
 
 
 def test_what_is_not_leased_yet_is_not_shared(full, monkeypatch) -> None:

@@ -23,32 +23,20 @@ def answer(data: bytes) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_complete_file(tmp_path: Path, size: int) -> None:
-    data = os.urandom(size)
-    (tmp_path / "file").write_bytes(data)
-    assert sha256_of(tmp_path / "file") == answer(data)
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("pieces", [1, 2, 17])
+@pytest.mark.parametrize("pieces", [0, 1, 2, 17])
 def test_a_file_hashed_as_it_grows(tmp_path: Path, size: int, pieces: int) -> None:
-    data = os.urandom(size)
-    path = tmp_path / "file"
-    path.touch()
+    """In no pieces: nothing of the file is reported before all of it is there."""
+    data, path = os.urandom(size), tmp_path / "file"
     growing = GrowingFile(path)
-    step = size // pieces + 1
-    with path.open("ab", buffering=0) as file:
-        for start in range(0, size, step):
-            file.write(data[start : start + step])
-            growing.landed(min(start + step, size))
-    assert growing.finish() == answer(data)
-
-
-def test_a_file_of_which_nothing_was_reported(tmp_path: Path) -> None:
-    growing = GrowingFile(tmp_path / "file")  # not there yet
-    data = os.urandom(100_000)
-    (tmp_path / "file").write_bytes(data)
-    assert growing.finish() == answer(data)
+    if not pieces:
+        path.write_bytes(data)
+    else:
+        step = size // pieces + 1
+        with path.open("ab", buffering=0) as file:
+            for start in range(0, size, step):
+                file.write(data[start : start + step])
+                growing.landed(min(start + step, size))
+    assert growing.finish() == sha256_of(path) == answer(data)
 
 
 def test_only_what_has_landed_is_read(tmp_path: Path) -> None:
@@ -97,10 +85,6 @@ def test_hashing_has_begun_before_the_file_is_complete(tmp_path: Path, monkeypat
     assert growing.finish() == answer(b"x" * 1000)
 
 
-def test_a_piece_is_what_is_held_in_memory() -> None:
-    assert hashing._PIECE_BYTES <= 1 << 20
-
-
 def test_many_files_take_few_threads(tmp_path: Path) -> None:
     names = [f"{number}" for number in range(256)]
     for name in names:
@@ -138,7 +122,6 @@ def entry(tmp_path: Path) -> Path:
 
 def test_files_that_were_hashed_need_not_be_again(entry: Path) -> None:
     entries = HashedEntries()
-    assert not entries.has("digest", identity_of(entry), math.inf)
     entries.note("digest", identity_of(entry))
     assert entries.has("digest", identity_of(entry), math.inf)
     assert not entries.has("digest", identity_of(entry), -1.0)

@@ -19,7 +19,7 @@ from lora_plugins.store.inventory import entries
 from lora_plugins.store.layout import Layout, Published, is_digest, key_of
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
-from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
+from tests.store.common import DownloadSpec, adapter_files, cancel, check, leftovers, obtain
 
 DIGEST = "0123456789abcdef" * 4
 
@@ -106,28 +106,25 @@ def test_an_entry_removed_meanwhile_is_not_counted(store: Store, monkeypatch: py
     assert [entry.digest for entry in entries(store.layout)] == [stored.digest]
 
 
-@pytest.mark.parametrize("text", [b"", b"\0" * 64, b"\xff" * 64, b"../../etc", b"a" * 64, b"{}"])
-def test_a_damaged_index_is_fetched_again(store: Store, text: bytes) -> None:
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        *[("index", text) for text in (b"", b"\0" * 64, b"\xff" * 64, b"../../etc", b"a" * 64, b"{}")],
+        *[("manifest", text) for text in (b"", b"{", b"\xff\xff", b'{"files": 5}', None)],
+    ],
+)
+def test_a_damaged_file_of_the_store_is_fetched_again(store: Store, file: str, text: bytes | None) -> None:
     wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
-    (index,) = store.layout.folder("index").iterdir()
-    index.write_bytes(text)
+    (path,) = store.layout.folder("index").iterdir() if file == "index" else [stored.directory / "manifest.json"]
+    path.chmod(0o600)
+    path.unlink() if text is None else path.write_bytes(text)
+    assert store.verify(stored.digest) is (file == "index")
     again = obtain(store, wanted)
     assert (again.fetched, again.directory) == (True, stored.directory)
+    assert store.verify(stored.digest)
     assert not obtain(store, wanted).fetched
     assert store.layout.digests() == [stored.digest]
-
-
-@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xff", b'{"files": 5}', None])
-def test_a_damaged_manifest_is_fetched_again(store: Store, text: bytes | None) -> None:
-    wanted = DownloadSpec(adapter_files())
-    stored = obtain(store, wanted)
-    manifest = stored.directory / "manifest.json"
-    manifest.chmod(0o600)
-    manifest.unlink() if text is None else manifest.write_bytes(text)
-    assert not store.verify(stored.digest)
-    assert obtain(store, wanted).fetched
-    assert store.verify(stored.digest)
 
 
 # --- a store that fails while it runs
@@ -145,11 +142,7 @@ def test_a_cancelled_fetch_leaves_nothing(store: Store) -> None:
             begun.set()
             await asyncio.sleep(60)
 
-        fetching = asyncio.create_task(store.obtain(wanted, fetch, check))
-        await begun.wait()
-        fetching.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
+        await cancel(store.obtain(wanted, fetch, check), begun.wait())
 
     asyncio.run(run())
     assert leftovers(store) == []
@@ -170,13 +163,8 @@ def test_a_fetch_cancelled_while_it_makes_room_leaves_nothing(store: Store, monk
     wanted = DownloadSpec(adapter_files())
 
     async def run() -> None:
-        fetching = asyncio.create_task(store.obtain(wanted, wanted.fetch, check))
-        await asyncio.to_thread(begun.wait)
-        fetching.cancel()
-        await asyncio.sleep(0)  # it has been told, and room is still being made
-        go.set()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
+        began = asyncio.to_thread(begun.wait)
+        await cancel(store.obtain(wanted, wanted.fetch, check), began, then=go.set)  # room is still being made
 
     asyncio.run(run())
     assert wanted.fetches == 0

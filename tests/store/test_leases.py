@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,8 @@ import pytest
 
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.store.store import Store
-from tests.store.common import DownloadSpec, adapter_files, obtain
+from tests.other_processes import other_processes
+from tests.store.common import DownloadSpec, adapter_files, is_soon, obtain
 
 LONGEST_S = 60.0
 
@@ -78,21 +78,24 @@ def test_opening_forgets_the_leases_of_the_dead(store, digest):
     assert os.listdir(leases) == [store.processes.me()]
 
 
+def acquire(root: Path, digest: str) -> int:
+    kept.append(Store(root))
+    assert kept[-1].leases.acquire(digest)
+    return os.getpid()
+
+
+kept: list[Store] = []  # of another process, while it lives
+
+
 def test_another_process_holds_its_lease_until_it_dies(store, digest):
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from lora_plugins.store.store import Store\n"
-        "print(Store(Path(sys.argv[1])).leases.acquire(sys.argv[2]), flush=True); sys.stdin.read()\n"
-    )
-    command = [sys.executable, "-c", code, str(store.layout.root), digest]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "True\n"
+    with other_processes() as process:
+        pid = process.submit(acquire, store.layout.root, digest).result(60)
         store.leases.acquire(digest)
         assert len(store.leases.holders(digest)) == 2
         store.leases.release(digest)
         assert not store.remove(digest)
-        process.kill()
-        process.wait()
+        os.kill(pid, signal.SIGKILL)
+        assert is_soon(lambda: not store.leases.holders(digest))
     assert store.remove(digest)
 
 

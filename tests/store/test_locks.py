@@ -16,6 +16,7 @@ import pytest
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.store import locks
 from lora_plugins.store.locks import fetch_lock
+from tests.store.common import cancel
 
 LONG_S = 600.0  # for what is there in a moment, or never
 HOLDER = """
@@ -65,13 +66,7 @@ def test_a_cancelled_fetch_leaves_no_lock(path, monkeypatch, is_taken):
             async with fetch_lock(path, timeout_s=LONG_S):
                 raise AssertionError("it was cancelled before")
 
-        fetching = asyncio.create_task(fetch())
-        await asyncio.to_thread(begun.wait, LONG_S)
-        fetching.cancel()
-        await asyncio.sleep(0.01)
-        goes_on.set()
-        with pytest.raises(asyncio.CancelledError):
-            await fetching
+        await cancel(fetch(), asyncio.to_thread(begun.wait, LONG_S), then=goes_on.set)
 
     asyncio.run(run())
     assert list(path.parent.iterdir()) == []
@@ -79,14 +74,14 @@ def test_a_cancelled_fetch_leaves_no_lock(path, monkeypatch, is_taken):
     take(path)
 
 
+async def enter(path: Path, timeout_s: float = LONG_S) -> None:
+    async with fetch_lock(path, timeout_s=timeout_s):
+        assert path.exists()
+
+
 def take(path: Path, timeout_s: float = LONG_S) -> None:
     """Acquire and release."""
-
-    async def run() -> None:
-        async with fetch_lock(path, timeout_s=timeout_s):
-            assert path.exists()
-
-    asyncio.run(run())
+    asyncio.run(enter(path, timeout_s))
 
 
 @pytest.fixture
@@ -122,7 +117,7 @@ def test_an_error_inside_releases_the_lock(path):
     assert left(path) == []
 
 
-def visit_one_at_a_time(path, visitors: int) -> None:
+def test_one_at_a_time(path):
     inside = 0
 
     async def visit() -> None:
@@ -134,41 +129,31 @@ def visit_one_at_a_time(path, visitors: int) -> None:
             inside -= 1
 
     async def run() -> None:
-        await asyncio.gather(*(visit() for _ in range(visitors)))
+        await asyncio.gather(*(visit() for _ in range(10)))
 
     asyncio.run(run())
-
-
-def test_one_at_a_time(path):
-    visit_one_at_a_time(path, 10)
     assert left(path) == []
 
 
 def test_a_cancelled_wait_leaves_nothing(path, tries):
+    async def waited() -> None:
+        while len(tries) < 3:  # one is the holder's
+            await asyncio.sleep(0.001)
+
     async def run() -> None:
         async with fetch_lock(path, timeout_s=LONG_S):
-            waiting = asyncio.create_task(_enter(path))
-            while len(tries) < 3:  # one is the holder's
-                await asyncio.sleep(0.001)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
+            await cancel(enter(path), waited())
             assert left(path) == [path.name]
         assert left(path) == []
 
     asyncio.run(run())
 
 
-async def _enter(path: Path) -> None:
-    async with fetch_lock(path, timeout_s=LONG_S):
-        pass
-
-
 def test_an_owner_whose_fetch_goes_on_is_waited_for(path, holder):
     began = time.monotonic()
-    threading.Timer(4.0, holder.stdin.close).start()
-    take(path, timeout_s=2.5)
-    assert time.monotonic() - began > 3.5
+    threading.Timer(2.5, holder.stdin.close).start()
+    take(path, timeout_s=1.5)
+    assert time.monotonic() - began > 2
 
 
 def test_an_owner_that_stands_still_is_waited_for_so_long(path, holder):

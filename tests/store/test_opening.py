@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +16,7 @@ from lora_plugins.errors import InvalidSettings, OutOfMemory
 from lora_plugins.settings import Settings
 from lora_plugins.store.eviction import pending_bytes
 from lora_plugins.store.store import Store, open_store
+from tests.other_processes import other_processes
 from tests.store.common import DownloadSpec, adapter_files, leftovers, obtain
 
 DIGEST = "0123456789abcdef" * 4
@@ -44,19 +43,14 @@ def test_many_may_open_at_once(tmp_path: Path) -> None:
     assert not obtain(stores[7], DownloadSpec(adapter_files())).fetched
 
 
+def fetch_eight(root: Path) -> None:
+    for seed in range(8):
+        obtain(Store(root), DownloadSpec(adapter_files(seed=seed), version=str(seed)))
+
+
 def test_many_processes_may_open_while_others_fetch(tmp_path: Path) -> None:
-    code = """
-import sys
-from pathlib import Path
-from lora_plugins.store.store import Store
-from tests.store.common import DownloadSpec, adapter_files, obtain
-for seed in range(8):
-    obtain(Store(Path(sys.argv[1])), DownloadSpec(adapter_files(seed=seed), version=str(seed)))
-"""
-    command = [sys.executable, "-c", code, str(tmp_path / "store")]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(3)]
-    errors = [process.communicate(timeout=240)[1].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0] * 3, errors
+    with other_processes(3) as processes:
+        list(processes.map(fetch_eight, [tmp_path / "store"] * 3))
     store = Store(tmp_path / "store")
     assert len(store.layout.digests()) == 8
     assert all(store.verify(digest) for digest in store.layout.digests())

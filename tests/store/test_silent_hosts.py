@@ -17,7 +17,7 @@ import pytest
 from lora_plugins.errors import OutOfMemory
 from lora_plugins.store.processes import Processes
 from lora_plugins.store.store import Store
-from tests.store.common import DownloadSpec, adapter_files, make_room_for_one, obtain
+from tests.store.common import DownloadSpec, adapter_files, is_soon, make_room_for_one, obtain
 
 SILENT_S, BEAT_S = 1.0, 0.1
 # Another host's process with our times, which evaluates what it is told, with a lease of its own of the adapter.
@@ -51,12 +51,7 @@ class OtherHost:
 
     def shares(self, holder: str = "request") -> bool:
         """Whether the process has a lease for a request, soon: on a busy machine it may just have been silent again."""
-        deadline = time.monotonic() + 30
-        while self.says(f"store.share(path, {holder!r})") != "True":
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(BEAT_S)
-        return True
+        return is_soon(lambda: self.says(f"store.share(path, {holder!r})") == "True")
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
@@ -100,10 +95,7 @@ def test_silence_alone_takes_no_lease(store: Store, digest: str, other: OtherHos
     with other.frozen():
         assert store.leases.holders(digest) == []
         Store(store.layout.root)  # as a server that starts meanwhile, or a command
-    deadline = time.monotonic() + 30
-    while store.leases.holders(digest) != [other.name]:
-        assert time.monotonic() < deadline
-        time.sleep(BEAT_S)
+    assert is_soon(lambda: store.leases.holders(digest) == [other.name])
     assert other.shares()
     assert not store.remove(digest)
 
@@ -112,10 +104,7 @@ def test_a_host_that_wakes_asserts_its_leases_again(store: Store, digest: str, o
     with other.frozen():
         (store.layout.folder("leases") / digest / other.name).unlink()
         (store.layout.folder("processes") / other.name).unlink()
-    deadline = time.monotonic() + 30
-    while store.leases.holders(digest) != [other.name]:
-        assert time.monotonic() < deadline
-        time.sleep(BEAT_S)
+    assert is_soon(lambda: store.leases.holders(digest) == [other.name])
     assert other.shares()
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from lora_plugins.errors import InvalidAdapter, OutOfMemory, SourceUnavailable
+from lora_plugins.errors import InvalidAdapter, SourceUnavailable
 from lora_plugins.store.manifest import Manifest, digest_of
 from lora_plugins.store.partial_download import PartialDownload
 from lora_plugins.store.store import Store
 from tests.make import content
-from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain
+from tests.other_processes import other_processes
+from tests.store.common import DownloadSpec, adapter_files, check, leftovers, obtain, spoil
 
 
 def test_fetched_adapter_is_published_under_its_digest(store: Store) -> None:
@@ -140,38 +139,32 @@ def test_many_coroutines_fetch_once(store: Store) -> None:
     assert wanted.fetches == 1
 
 
+def fetch_noted(root: Path, log: Path) -> None:
+    def note() -> None:
+        with log.open("a") as file:
+            file.write("fetch\n")
+        time.sleep(0.5)
+
+    obtain(Store(root), DownloadSpec(adapter_files(), before=note))
+
+
 def test_processes_fetch_once(store: Store, tmp_path: Path) -> None:
-    code = """
-import asyncio, sys, time
-from pathlib import Path
-from lora_plugins.store.store import Store
-from tests.store.common import DownloadSpec, adapter_files, check
-root, log = Path(sys.argv[1]), Path(sys.argv[2])
-def note():
-    with log.open("a") as file: file.write("fetch\\n")
-    time.sleep(0.5)
-wanted = DownloadSpec(adapter_files(), before=note)
-asyncio.run(Store(root).obtain(wanted, wanted.fetch, check))
-"""
-    log = tmp_path / "log"
-    command = [sys.executable, "-c", code, str(store.layout.root), str(log)]
-    processes = [subprocess.Popen(command) for _ in range(4)]
-    assert [process.wait(240) for process in processes] == [0] * 4
-    assert log.read_text() == "fetch\n"
+    with other_processes(4) as processes:
+        list(processes.map(fetch_noted, [store.layout.root] * 4, [tmp_path / "log"] * 4))
+    assert (tmp_path / "log").read_text() == "fetch\n"
 
 
-def test_damage_is_found_marked_and_fetched_again(store: Store) -> None:
+@pytest.mark.parametrize("is_leased", [True, False])
+def test_damage_is_found_marked_and_fetched_again(store: Store, is_leased: bool) -> None:
     wanted = DownloadSpec(adapter_files())
     stored = obtain(store, wanted)
-    store.leases.release(stored.digest)
-    weights = stored.directory / "adapter_model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.chmod(0o644)
-    weights.write_bytes(data)
+    if not is_leased:
+        store.leases.release(stored.digest)
+    spoil(stored.directory)
     assert not store.verify(stored.digest)
     assert not store.has(stored.directory)
     assert store.acquire(stored.digest) is None
+    assert stored.directory.exists(), "until its replacement is there"
     again = obtain(store, wanted)
     assert again.fetched
     assert store.verify(again.digest)
@@ -181,25 +174,11 @@ def test_damage_is_found_marked_and_fetched_again(store: Store) -> None:
 def test_damage_is_marked_where_it_cannot_be_counted(store: Store) -> None:
     """As on a full disk, which may still have an inode for the mark."""
     stored = obtain(store, DownloadSpec(adapter_files()))
-    weights = stored.directory / "adapter_model.safetensors"
-    weights.chmod(0o644)
-    weights.write_bytes(b"x" * weights.stat().st_size)
+    spoil(stored.directory)
     (store.layout.folder("replaced") / stored.digest).mkdir()
     with pytest.raises(IsADirectoryError):
         store.verify(stored.digest)
     assert store.is_marked(stored.digest)
-
-
-def test_damaged_adapter_in_use_stays_until_its_replacement_is_there(store: Store) -> None:
-    wanted = DownloadSpec(adapter_files())
-    stored = obtain(store, wanted)
-    weights = stored.directory / "adapter_model.safetensors"
-    weights.chmod(0o644)
-    weights.write_bytes(b"x" * weights.stat().st_size)
-    assert not store.verify(stored.digest)
-    assert stored.directory.exists()
-    assert obtain(store, wanted).fetched
-    assert store.verify(stored.digest)
 
 
 def test_file_missing_from_an_entry_is_fetched_again(store: Store) -> None:
@@ -208,44 +187,3 @@ def test_file_missing_from_an_entry_is_fetched_again(store: Store) -> None:
     (stored.directory / "adapter_model.safetensors").unlink()
     assert obtain(store, wanted).fetched
     assert store.verify(stored.digest)
-
-
-class TestBudget:
-    """Adapters of one size in a store that holds three."""
-
-    @pytest.fixture
-    def size(self) -> int:
-        return sum(map(len, adapter_files().values()))
-
-    @pytest.fixture
-    def store(self, tmp_path: Path, size: int) -> Store:
-        return Store(tmp_path / "store", max_bytes=3 * size)
-
-    def fill(self, store: Store, seed: int, *, leased: bool = False) -> str:
-        stored = obtain(store, DownloadSpec(adapter_files(seed=seed), version=str(seed)))
-        os.utime(store.layout.folder("uses") / stored.digest, (seed, seed))
-        if not leased:
-            store.leases.release(stored.digest)
-        return stored.digest
-
-    def test_oldest_use_goes_first(self, store: Store) -> None:
-        digests = [self.fill(store, seed) for seed in range(1, 6)]
-        assert set(store.layout.digests()) == set(digests[2:])
-
-    def test_use_keeps_an_adapter(self, store: Store) -> None:
-        digests = [self.fill(store, seed) for seed in range(1, 4)]
-        obtain(store, DownloadSpec(adapter_files(seed=1), version="1"))
-        store.leases.release(digests[0])
-        digests.append(self.fill(store, 4))
-        assert set(store.layout.digests()) == {digests[0], digests[2], digests[3]}
-
-    def test_leased_is_never_removed(self, store: Store) -> None:
-        first = self.fill(store, 1, leased=True)
-        for seed in range(2, 8):
-            self.fill(store, seed)
-        assert first in store.layout.digests()
-        assert not store.remove(first)
-
-    def test_larger_than_the_budget_is_out_of_memory(self, store: Store) -> None:
-        with pytest.raises(OutOfMemory, match="LORA_PLUGINS_STORE_MAX_BYTES"):
-            obtain(store, DownloadSpec(adapter_files(hidden=4096)))
