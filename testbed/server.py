@@ -18,6 +18,7 @@ from pathlib import Path
 from testbed.forking_vllm import Forked, fork
 
 START_TIMEOUT_S = 600
+VLLM = "vllm.entrypoints.cli.main:main"
 SMALL_ENGINE = (
     "--dtype", "float32",
     "--enforce-eager",
@@ -80,7 +81,7 @@ def vllm_server(
     env: Mapping[str, str] | None = None,
     progress: Callable[[float], None] = lambda seconds: None,
     is_forking: bool = False,
-    program: str = "vllm.entrypoints.cli.main:main",
+    program: str = VLLM,
 ) -> Iterator[Server]:
     """Start `vllm serve model`, wait until it is healthy, and end it and all its children afterwards.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from testbed import v2_runner
 from testbed.bed import Bed
-from testbed.server import ONE_THREAD, Server, vllm_server
+from testbed.server import ONE_THREAD, VLLM, Server, vllm_server
 
 RESOLVER, MANAGER, KERNELS, ADMIN = "lora_filesystem_resolver", "lora_lru_manager", "lora_kernels", "lora_admin"
 
@@ -24,7 +24,13 @@ RUNS_V2 = os.environ.get("RUNNER") == "v2"
 
 
 def lora_server(
-    bed: Bed, home: Path, *arguments: str, plugins: Sequence[str], is_forking: bool = True, **env: str
+    bed: Bed,
+    home: Path,
+    *arguments: str,
+    plugins: Sequence[str],
+    is_forking: bool = True,
+    program: str = VLLM,
+    **env: str,
 ) -> AbstractContextManager[Server]:
     """Over `home / "adapters"` and `home / "store"`; each one started there logs into a file of its own."""
     if API_SERVERS and "--api-server-count" not in arguments:
@@ -46,6 +52,7 @@ def lora_server(
             **env,
         },
         is_forking=is_forking,
+        program=program,
     )
     return v2_runner.checked(server) if RUNS_V2 else server
 

@@ -64,11 +64,10 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> Whisper:
 def served(whisper: Whisper, bed: Bed, home: Path, *arguments: str, plugins: Sequence[str] = ALL) -> Iterator[Server]:
     shutil.copytree(whisper.adapters, home / "adapters")
     path = os.pathsep.join(filter(None, (str(wav_reader.FOLDER), os.environ.get("PYTHONPATH", ""))))
-    # Not forked: there vLLM has already looked for the reader of audios.
     with lora_server(
         dataclasses.replace(bed, base=whisper.base), home,
         *("--max-loras", "4", "--max-model-len", "64", "--max-num-batched-tokens", "2048", *arguments),
-        plugins=plugins, is_forking=False, PYTHONPATH=path,
+        plugins=plugins, program="testbed.wav_reader.serving:main", PYTHONPATH=path,
     ) as server:  # fmt: skip
         yield server
 
