@@ -27,14 +27,14 @@ from testbed.server import Server, vllm_server
 from tests.e2e.servers import BLOCKS, ENVIRONMENT
 from tests.repetitions import times
 
-MAX_TOKENS = times(64, short=16)
+MAX_TOKENS = times(64, short=12)
 QUESTIONS = (
     "What is the sea?", "What is a tree?", "Is snow cold?", "How many sales were there in June?",
     "How do I bake bread?", "What is a river?", "Tell me about dogs.", "Is a lion a plant?",
     "What is the average year of the books?", "Why do birds sing?", "What is gold?", "How do I learn to swim?",
     "Which books are from 2005?", "What is winter?", "Do horses have wings?", "What is a friend?",
     "Tell me about bees.", "What is the cheapest book by Homer?", "What is rain?", "How do I write a letter?",
-)[: times(20, short=2)]  # fmt: skip
+)[: times(20, short=1)]  # fmt: skip
 NAMES = sorted(path.name for path in ADAPTERS.iterdir() if path.is_dir())
 CHAT = "innkeeper"  # has a chat template and an end token of its own
 QUESTION, LONGEST = "What is a river?", 48
@@ -51,15 +51,24 @@ class Told:
     completion_tokens: int
 
 
-class LastLoaded(Reference):
-    """Keeps the model that was asked for last: each load reads half a gigabyte."""
+class ReadOnce(Reference):
+    """Keeps the base model, half a gigabyte, and puts the adapter that was asked for last on it."""
 
-    _loaded: tuple[Path | None, Any] | None = None
+    _model: Any = None
+    _adapter: Path | None = None
 
     def load(self, adapter: Path | None) -> Any:
-        if self._loaded is None or self._loaded[0] != adapter:
-            self._loaded = adapter, super().load(adapter)
-        return self._loaded[1]
+        from peft import PeftModel
+
+        if self._model is None:
+            self._model = super().load(None)
+        if self._adapter != adapter:
+            if self._adapter is not None:
+                self._model = self._model.unload()
+            if adapter is not None:
+                self._model = PeftModel.from_pretrained(self._model, str(adapter))
+            self._adapter = adapter
+        return self._model.eval()
 
 
 @dataclass(frozen=True)
@@ -125,7 +134,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
     slots = ("--enable-lora", "--max-lora-rank", "32", "--max-loras", "4", "--max-cpu-loras", "8", *BLOCKS)
     arguments = (*slots, "--trust-request-chat-template")
     with vllm_server(base, home / "server.log", arguments=arguments, env=env, is_forking=True) as server:
-        yield Real(server, base, LastLoaded(base))
+        yield Real(server, base, ReadOnce(base))
 
 
 def test_trained_adapters_answer_as_peft_does_in_a_mixed_batch(real: Real) -> None:
@@ -139,6 +148,7 @@ def test_trained_adapters_answer_as_peft_does_in_a_mixed_batch(real: Real) -> No
     assert not wrong
 
 
+@pytest.mark.nightly  # tests/e2e/test_mixtures.py has the same on the bed's model
 def test_a_mixture_of_trained_adapters_answers_as_peft_does(real: Real, tmp_path: Path) -> None:
     parts = {ADAPTERS / "pirate": 0.7, ADAPTERS / "json": 0.5, ADAPTERS / "haiku": -0.3}
     name = "+".join(f"{part.name}*{weight}" for part, weight in parts.items())
