@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import shutil
 import subprocess
 import sys
 import venv
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import pip
 
 
 def stub_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] = ()) -> Path:
@@ -42,6 +45,14 @@ class Environment:
         venv.create(self.folder, with_pip=False)
         self.python = self.folder / "bin" / "python"
         self.index.mkdir(exist_ok=True)
+
+    def have_pip(self) -> None:
+        """Copy the pip that runs here, compiled; `ensurepip` installs one in some seconds."""
+        (site,) = self.folder.glob("lib/python*/site-packages")
+        shutil.copytree(Path(pip.__file__).parent, site / "pip")
+        command = self.folder / "bin" / "pip"
+        command.write_text(f'#!/bin/sh\nexec "{self.python}" -m pip "$@"\n')
+        command.chmod(0o755)
 
     def have(self, name: str, version: str, requires: tuple[str, ...] = ()) -> None:
         """Install a stub, as unzipping its wheel does."""

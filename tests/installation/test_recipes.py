@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import venv
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ def recipe(page: str, first: str = RECIPE) -> str:
 def environment(tmp_path: Path) -> Environment:
     """lora-plugins 1.0 and an older fsspec than the index has, as after a first installation."""
     made = Environment(tmp_path / "env", tmp_path / "index")
-    venv.create(made.folder, with_pip=True)  # the blocks run the environment's own pip
+    made.have_pip()
     made.have("lora-plugins", VERSION, ("fsspec",))
     made.have("fsspec", "1.0")
     made.offer("fsspec", NEWER)
