@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import pip
+import kubernetes_validate.utils
 import pytest
 import yaml
 
 from lora_plugins.settings import OWN_VARIABLES, Settings
+from testbed.forking_vllm import run_script
 from testbed.hub import local_hub
 from testbed.s3 import s3_server
 from tests.installation.stub_wheels import Environment, stub_wheel
@@ -35,8 +36,19 @@ COMBINATIONS = [
     for chosen in itertools.combinations(COMPONENTS, size)
     if not {"s3-service-account", "s3-secret"} <= set(chosen)  # two ways to the same bucket
 ]
+EACH_COMBINATION = [pytest.param(each, marks=pytest.mark.nightly if len(each) == 2 else []) for each in COMBINATIONS]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def schemas_are_read_once() -> Iterator[None]:
+    """The library reads two files of a megabyte for each object."""
+    with pytest.MonkeyPatch.context() as patch:
+        utils = kubernetes_validate.utils
+        patch.setattr(utils, "schema_contents", functools.cache(utils.schema_contents))
+        yield
+
+
+@functools.cache
 def rendered(name: str) -> dict[tuple[str, str], dict]:
     objects = check_manifests.render(KUBERNETES / name)
     return {(one["kind"], one["metadata"]["name"]): one for one in objects}
@@ -97,7 +109,7 @@ def test_components_are_those_that_are_combined_here():
 
 @pytest.mark.parametrize(
     "components",
-    [pytest.param(each, marks=pytest.mark.nightly if len(each) == 2 else []) for each in COMBINATIONS],
+    EACH_COMBINATION,
     ids="+".join,
 )
 def test_every_combination_keeps_what_each_component_adds(tmp_path, components):
@@ -121,7 +133,7 @@ def test_monitoring_changes_nothing_of_a_running_deployment():
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl renders what is compared")
-@pytest.mark.parametrize("components", [*COMBINATIONS, None], ids=lambda chosen: "+".join(chosen or ["overlays"]))
+@pytest.mark.parametrize("components", [*EACH_COMBINATION, None], ids=lambda chosen: "+".join(chosen or ["overlays"]))
 def test_rendered_is_what_kubectl_renders(tmp_path, components):
     folders = check_manifests.directories() if components is None else [combined(tmp_path, components)]
     for folder in folders:
@@ -255,17 +267,9 @@ def test_compose_commands_of_the_page_fit_the_compose_file():
     assert services["vllm"]["ports"] == ["127.0.0.1:8000:8000"]
 
 
-def synced(env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+def synced(home: Path, env: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
     script = KUBERNETES / "overlays" / "sync-from-hub" / "sync_from_hub.py"
-    command = [sys.executable, str(script), "s3://adapters", *arguments]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
-    )
+    return run_script(script.read_text(), "s3://adapters", *arguments, environment={**os.environ, **env}, home=home)
 
 
 def test_sync_copies_what_is_new_and_verified(tmp_path):
@@ -274,7 +278,7 @@ def test_sync_copies_what_is_new_and_verified(tmp_path):
         hub.commit("acme/sql", adapter_files())
         hub.commit("acme/broken", adapter_files() | {"adapter_model.safetensors": b"no safetensors"})
         env = {**s3.env(), **hub.env(tmp_path / "home"), "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store")}
-        first = synced(env, "acme/broken=broken", "acme/sql=team/sql")
+        first = synced(tmp_path, env, "acme/broken=broken", "acme/sql=team/sql")
         assert first.returncode == 1
         assert "broken: not copied" in first.stderr
         assert first.stdout.startswith("team/sql: copied")
@@ -284,17 +288,16 @@ def test_sync_copies_what_is_new_and_verified(tmp_path):
             "lora-plugins-digest",
         }
         assert not bucket.list("broken")
-        assert synced(env, "acme/sql=team/sql").stdout == "team/sql: is there already\n"
+        assert synced(tmp_path, env, "acme/sql=team/sql").stdout == "team/sql: is there already\n"
         hub.commit("acme/sql", adapter_files(lora_alpha=99))
-        assert synced(env, "acme/sql=team/sql").stdout.startswith("team/sql: copied")
+        assert synced(tmp_path, env, "acme/sql=team/sql").stdout.startswith("team/sql: copied")
 
 
 @pytest.fixture
 def image(tmp_path) -> Environment:
     """An environment like that of vLLM's image: a vLLM, what it needs, and a conflict that was there before."""
     made = Environment(tmp_path / "env", tmp_path / "index")
-    (site,) = made.folder.glob("lib/python*/site-packages")
-    shutil.copytree(Path(pip.__file__).parent, site / "pip")  # the script runs the image's own
+    made.have_pip()
     made.have("vllm", "0.32.0", ("fsspec",))
     made.have("fsspec", "1.0")
     made.have("quarrel", "1.0", ("fsspec>=2",))
