@@ -42,10 +42,7 @@ _ENGINES = {
 }
 # Files of end-to-end tests that share a server run in one process: xdist would start it in each.
 _SHARED = {
-    **dict.fromkeys(
-        ("test_answers", "test_refusals", "test_sources"),
-        "world",
-    ),
+    **dict.fromkeys(("test_answers", "test_default_adapters", "test_refusals", "test_sources"), "world"),
     **dict.fromkeys(("test_admission", "test_in_flight", "test_pause"), "one_slot"),
     **dict.fromkeys(("test_answers_of_models", "test_verdicts_of_models"), "models"),
 }

@@ -80,6 +80,7 @@ def test_a_text_adapter_answers_no_chat_of_the_base_model(plain: tuple[Server, P
     assert loaded[:2] == ("text", True)
     assert loaded[2] != before["/v1/chat/completions"][2]
     assert {path: without_ids(asked(path, base)) for path in ROUTES} == before
+    shutil.rmtree(root / "text")  # other files' tests use the server too
 
 
 @pytest.mark.nightly

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +14,17 @@ import httpx
 import pytest
 
 from testbed import failing_slots
-from testbed.bed import MAX_TOKENS, Bed
-from testbed.client import complete, complete_all, connect
+from testbed.bed import MAX_TOKENS, Bed, prepare
+from testbed.client import Answer, complete, complete_all, connect
 from testbed.models import DEMO_ADAPTERS, PROMPT
 from testbed.reference import Reference
+from testbed.server import Server
 from testbed.trained_tokens import with_tokens
 from testbed.vectors import with_biases, with_factors, with_magnitudes
 from tests.e2e.servers import KERNELS, MANAGER, RESOLVER, admin_server, lora_server
 from tests.e2e.standing_still import LONGEST_S
+
+MORE = ("trained", "dora", "biases", "ia3")
 
 
 @pytest.mark.nightly
@@ -56,9 +61,29 @@ def test_two_engines_equal_peft_and_change_together(bed: Bed, tmp_path: Path) ->
         assert len(engines) == 2
 
 
-@pytest.mark.deployment("tensor parallel", "tested", "two workers; each fetches directories that it lacks")
-def test_two_workers_equal_peft_and_fetch_missing_directories(bed: Bed, tmp_path: Path) -> None:
-    root, store = tmp_path / "adapters", tmp_path / "store"
+@dataclass(frozen=True)
+class TwoWorkers:
+    """A server with `--tensor-parallel-size 2`, PEFT's answers by name, and its directory."""
+
+    server: Server
+    home: Path
+    answers: dict[str | None, list[int]]
+
+    def ask(self, *names: str | None) -> list[Answer]:
+        """What all are answered, asked at once."""
+        client, base = connect(self.server), str(prepare().base)
+        with ThreadPoolExecutor() as threads:
+            return list(threads.map(lambda name: complete(client, name or base, PROMPT, MAX_TOKENS), names))
+
+    def wrong(self, *names: str | None) -> list[str | None]:
+        answers = zip(names, self.ask(*names), strict=True)
+        return [name for name, answer in answers if list(answer.token_ids) != self.answers[name]]
+
+
+@pytest.fixture(scope="module")
+def two_workers(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoWorkers]:
+    home = tmp_path_factory.mktemp("two-workers")
+    root = home / "adapters"
     shutil.copytree(bed.adapters, root)
     reference = Reference(bed.base)
     prompt = reference.prompt_ids(PROMPT)
@@ -68,58 +93,41 @@ def test_two_workers_equal_peft_and_fetch_missing_directories(bed: Bed, tmp_path
     with_magnitudes(bed.adapters / "sql", root / "dora", bed.base)
     with_biases(bed.adapters / "sql", root / "biases")
     with_factors(bed.adapters / "sql", root / "ia3", bed.base)
-    more = ("trained", "dora", "biases", "ia3")
-    answers_of = {**bed.answers, **{name: reference.generate(root / name, prompt, MAX_TOKENS) for name in more}}
-    assert all(answers_of[name] != answers_of["sql"] for name in more)
+    answers_of = {**bed.answers, **{name: reference.generate(root / name, prompt, MAX_TOKENS) for name in MORE}}
+    assert all(answers_of[name] != answers_of["sql"] for name in MORE)
     with lora_server(
-        bed,
-        tmp_path,
-        *("--max-loras", "2", "--max-cpu-loras", "3", "--tensor-parallel-size", "2"),
-        plugins=(RESOLVER, MANAGER, KERNELS),
+        bed, home, "--max-loras", "2", "--max-cpu-loras", "3", "--tensor-parallel-size", "2",
+        plugins=(RESOLVER, MANAGER, KERNELS, failing_slots.NAME), **failing_slots.environment(home / "site"),
         VLLM_SERVER_DEV_MODE="1",  # /collective_rpc
-    ) as server:
-        client = connect(server)
-
-        def wrong() -> list[str]:
-            names = (*(spec.name for spec in DEMO_ADAPTERS), *more)
-            answers = {name: complete(client, name, PROMPT, MAX_TOKENS) for name in names}
-            return [name for name, answer in answers.items() if list(answer.token_ids) != answers_of[name]]
-
-        assert wrong() == []
-        for weights in list(store.glob("**/adapter_model.safetensors")):
-            shutil.rmtree(weights.parent)
-        assert wrong() == []  # more adapters than host places, so all but a few are fetched again
-        answer = httpx.post(f"{server.url}/collective_rpc", json={"method": "get_lora_metrics"}, timeout=240)
-        workers = answer.json()["results"]
-        assert len(workers) == 2
-        assert {worker["adapters"]["slots"] for worker in workers} == {2 + 3}, "copied, and pointed at host memory"
-        assert all(1 <= worker["adapters"]["registered"] <= 3 for worker in workers)
-        assert len({tuple(sorted(worker["memory"]["adapter_mb"])) for worker in workers}) == 1, "they hold the same"
-
-
-def test_a_slot_that_one_worker_cannot_write_costs_one_adapter(bed: Bed, tmp_path: Path) -> None:
-    """On the worker whose output nobody reads, before a batch: the other worker has the adapter in its slot."""
-    shutil.copytree(bed.adapters, tmp_path / "adapters")
-    with lora_server(
-        bed, tmp_path, "--max-loras", "2", "--max-cpu-loras", "8", "--tensor-parallel-size", "2",
-        plugins=(RESOLVER, MANAGER, KERNELS, failing_slots.NAME), **failing_slots.environment(tmp_path / "site"),
     ) as server:  # fmt: skip
-        client = connect(server)
-        others: list[str | None] = [None, "sql"]
+        yield TwoWorkers(server, home, answers_of)
 
-        def ask(*names: str | None) -> list[Any]:
-            with ThreadPoolExecutor() as threads:
-                return list(threads.map(lambda it: complete(client, it or str(bed.base), PROMPT, MAX_TOKENS), names))
 
-        failing = tmp_path / "site" / failing_slots.VARIABLE
-        failing.write_text("1 chat")
-        for _ in range(2):
-            refused, refused_too, *answers = ask("chat", "chat", *others)
-            assert [list(answer.token_ids) for answer in answers] == [bed.answers[name] for name in others]
-            for one in (refused, refused_too):
-                assert (one.status, one.token_ids, "L004" in one.error) == (507, (), True), one
-        assert "Writing a slot for adapter 'chat' failed" in server.log()
-        failing.unlink()
-        assert [list(answer.token_ids) for answer in ask("chat", *others)] == [
-            bed.answers[name] for name in ("chat", *others)
-        ]
+@pytest.mark.deployment("tensor parallel", "tested", "two workers; each fetches directories that it lacks")
+def test_two_workers_equal_peft_and_fetch_missing_directories(two_workers: TwoWorkers) -> None:
+    names = (*(spec.name for spec in DEMO_ADAPTERS), *MORE)
+    assert two_workers.wrong(*names) == []
+    for weights in list((two_workers.home / "store").glob("**/adapter_model.safetensors")):
+        shutil.rmtree(weights.parent)
+    assert two_workers.wrong(*names) == []  # more adapters than host places, so all but a few are fetched again
+    url = f"{two_workers.server.url}/collective_rpc"
+    workers = httpx.post(url, json={"method": "get_lora_metrics"}, timeout=240).json()["results"]
+    assert len(workers) == 2
+    assert {worker["adapters"]["slots"] for worker in workers} == {2 + 3}, "copied, and pointed at host memory"
+    assert all(1 <= worker["adapters"]["registered"] <= 3 for worker in workers)
+    assert len({tuple(sorted(worker["memory"]["adapter_mb"])) for worker in workers}) == 1, "they hold the same"
+
+
+def test_a_slot_that_one_worker_cannot_write_costs_one_adapter(two_workers: TwoWorkers) -> None:
+    """On the worker whose output nobody reads, before a batch: the other worker has the adapter in its slot."""
+    assert two_workers.wrong("wide", "stable", "team/poet") == [], "no slot has what is asked for next"
+    failing = two_workers.home / "site" / failing_slots.VARIABLE
+    failing.write_text("1 chat")
+    for _ in range(2):
+        refused, refused_too, *answers = two_workers.ask("chat", "chat", None, "sql")
+        assert [list(answer.token_ids) for answer in answers] == [two_workers.answers[name] for name in (None, "sql")]
+        for one in (refused, refused_too):
+            assert (one.status, one.token_ids, "L004" in one.error) == (507, (), True), one
+    assert "Writing a slot for adapter 'chat' failed" in two_workers.server.log()
+    failing.unlink()
+    assert two_workers.wrong("chat", None, "sql") == []
