@@ -35,7 +35,7 @@ from tests.e2e.broken import BROKEN
 from tests.e2e.standing_still import LONGEST_S, TOKENS, in_state, in_the_midst_of, seen
 from tests.repetitions import times
 
-SWAPS = times(200, short=48)
+SWAPS = times(200, short=24)
 MARKS = tuple(range(SWAPS // 2, SWAPS + 1, SWAPS // 8))  # swaps after which memory is looked at
 MOST_GROWTH_MB = 10  # from one mark to the next
 
@@ -409,7 +409,11 @@ def api(admin: Admin) -> Any:
     ],
 )
 @hypothesis.settings(
-    max_examples=25, deadline=None, suppress_health_check=list(hypothesis.HealthCheck), derandomize=True, database=None
+    max_examples=times(25, short=8),
+    deadline=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+    derandomize=True,
+    database=None,
 )
 @hypothesis.given(data=strategies.data())
 def test_any_request_is_answered_in_vllms_format(admin: Admin, api: Any, path: str, method: str, data: Any) -> None:

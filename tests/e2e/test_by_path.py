@@ -33,7 +33,7 @@ from tests.repetitions import times
 PREFIX = "The quick brown fox jumps over the lazy dog. def shrink(x, a): return x @ a.T; " * 4
 PROMPTS = [f"{PREFIX}{end}" for end in ("The quick brown fox", "A request names an adapter", "def shrink(x, a)")]
 VERSIONS = ("sql", "chat", "stable")
-LOADS = times(2000, short=20)
+LOADS = times(2000, short=12)
 STREAMS = 4
 LONG_TOKENS = 900  # two seconds or three, in which a version is loaded
 ARGUMENTS = ("--max-loras", "1", "--max-cpu-loras", "3", "--block-size", "32", "--num-gpu-blocks-override", "96")

@@ -34,13 +34,13 @@ def verdicts(done: Done) -> set[str]:
     return {row["verdict"] for row in said["prompts"]}
 
 
-@pytest.mark.parametrize("name", ["sql", "chat"])
+@pytest.mark.parametrize("name", ["sql", pytest.param("chat", marks=pytest.mark.nightly)])
 def test_an_adapter_against_its_own_directory_is_right(stock: Server, bed: Bed, name: str) -> None:
     done = compared(stock, name, bed.adapters / name, "--json")
     assert (done.code, verdicts(done)) == (0, {OK}), done.out
 
 
-@pytest.mark.parametrize(("name", "other"), [("sql", "chat"), ("chat", "sql")])
+@pytest.mark.parametrize(("name", "other"), [("sql", "chat"), pytest.param("chat", "sql", marks=pytest.mark.nightly)])
 def test_an_adapter_against_anothers_directory_is_out(stock: Server, bed: Bed, name: str, other: str) -> None:
     done = compared(stock, name, bed.adapters / other, "--json")
     assert (done.code, verdicts(done)) == (1, {OUT}), done.out

@@ -33,7 +33,7 @@ adapters:
 """
 
 
-@pytest.mark.parametrize("plugins", [(S3,), (S3, MANAGER, ADMIN)])
+@pytest.mark.parametrize("plugins", [(S3,), pytest.param((S3, MANAGER, ADMIN), marks=pytest.mark.nightly)])
 def test_a_server_told_to_end_waits_for_no_fetch(bed: Bed, tmp_path: Path, plugins: Sequence[str]) -> None:
     with s3_server() as s3, fault_proxy(s3.url) as proxy, ThreadPoolExecutor() as clients:
         files = {file.name: file.read_bytes() for file in (bed.adapters / "wide").iterdir()}

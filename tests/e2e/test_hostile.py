@@ -22,7 +22,7 @@ from tests.repetitions import IS_LONG, times
 
 HEALTHY = ("sql", "chat", "stable")
 SECONDS, ALONE_S = times(300, short=1), times(60, short=1)
-REST_S = 0.0 if IS_LONG else 0.1  # of a healthy tenant before it asks again
+REST_S = 0.0 if IS_LONG else 0.3  # of a healthy tenant before it asks again
 LONGEST_S = 120.0
 MOST_GROWTH_BYTES = 200 << 20
 HARMLESS = {"bad/nested-pluses", "bad/many-targets"}  # a pattern that no module's name matches, and names of no module

@@ -21,7 +21,7 @@ from tests.e2e.standing_still import LONGEST_S, in_state, is_held, seen
 from tests.repetitions import times
 
 SOON_S = 30.0  # an answer that needs a load and half a second of computing; not one that comes when others have left
-TRIALS, ROUNDS = times(30, short=6), times(5, short=3)
+TRIALS, ROUNDS = times(30, short=3), times(5, short=2)
 FIXED = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 BUSY = ("chat", "stable", "team/poet")
 

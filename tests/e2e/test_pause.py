@@ -277,7 +277,7 @@ def test_no_id_that_clients_choose_delays_a_pause(one_slot: OneSlot) -> None:
     asyncio.run(serve())
 
 
-@pytest.mark.parametrize("mode", ["wait", "abort", "keep"])
+@pytest.mark.parametrize("mode", ["keep", *(pytest.param(it, marks=pytest.mark.nightly) for it in ("wait", "abort"))])
 def test_a_trainer_pauses_and_resumes_a_name(one_slot: OneSlot, mode: str) -> None:
     name, servers = f"trained-{mode}", [one_slot.server.url]
     one_slot.publish(name, "sql", 1)

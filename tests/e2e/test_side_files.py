@@ -1,6 +1,7 @@
 """Files beside the weights that stock never reads refuse no adapter, on a real server whose operator gave a template.
 
-The base model is as speech models are: 28,940 added tokens, and the same tokenizer is saved beside the adapter.
+The base model is as speech models are: 28,940 added tokens (in short runs 4,000), and the same tokenizer is
+saved beside the adapter.
 """
 
 from __future__ import annotations
@@ -21,12 +22,11 @@ from testbed.models import DEMO_ADAPTERS, build_adapter, build_base
 from testbed.reference import Reference
 from testbed.server import Server
 from tests.e2e.servers import ADMIN, KERNELS, MANAGER, RESOLVER, lora_server
+from tests.repetitions import times
 
-SPOKEN = 28_940
+SPOKEN = times(28_940, short=4_000)
 MESSAGES = [{"role": "user", "content": "quick <speech_7>"}]
 OF_OPERATOR = "{% for m in messages %}operator:{{ m.content }}{% endfor %}"
-
-
 OF_TOOLS = "{% for t in tools %}tool:{{ t.function.name }}{% endfor %}"
 TOOLS = [{"type": "function", "function": {"name": "jump", "parameters": {"type": "object", "properties": {}}}}]
 

@@ -14,12 +14,16 @@ from testbed.reference import Reference
 from tests.e2e.test_offline import said_by
 
 MANAGER = "lora_lru_manager,lora_kernels"
+WITH_RESOLVER = f"{MANAGER},lora_hf_hub_resolver"
 
 
 @pytest.mark.parametrize(
     ("processes", "is_async", "plugins"),
-    [(0, "0", MANAGER), (1, "0", f"{MANAGER},lora_hf_hub_resolver"), (1, "1", f"{MANAGER},lora_hf_hub_resolver")],
-    ids=["LLM in this process", "LLM with a resolver", "AsyncLLM with a resolver"],
+    [
+        pytest.param(0, "0", MANAGER, id="LLM in this process"),
+        pytest.param(1, "0", WITH_RESOLVER, id="LLM with a resolver", marks=pytest.mark.nightly),
+        pytest.param(1, "1", WITH_RESOLVER, id="AsyncLLM with a resolver"),
+    ],
 )
 def test_an_id_that_engines_hold_answers_at_any_path(
     bed: Bed, tmp_path: Path, processes: int, is_async: str, plugins: str

@@ -89,7 +89,7 @@ class FrontEnd(Admin):
     def connected(self, headers: dict[str, str]) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.server.url, timeout=LONGEST_S, headers=headers, verify=PLAIN_HTTP)
 
-    def everywhere(self, name: str | None, *, count: int = 12, **more: Any) -> list[httpx.Response]:
+    def everywhere(self, name: str | None, *, count: int = 6, **more: Any) -> list[httpx.Response]:
         """Answers for a name from every API server: rounds of several requests at once, until all have answered."""
         return self._from_all(lambda: self.asked(name, **more), count)
 

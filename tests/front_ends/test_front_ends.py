@@ -29,6 +29,7 @@ from tests.e2e.broken import BROKEN
 from tests.e2e.digests import CHAT, of_files
 from tests.e2e.standing_still import LONGEST_S
 from tests.front_ends.front_end import FRONT_ENDS, GREEDY, TENANT, FrontEnd, Kind, opened, put, tokens
+from tests.repetitions import times
 
 NIGHTLY = pytest.mark.nightly
 CHATS = "/v1/chat/completions"
@@ -170,7 +171,7 @@ def test_metrics_are_of_all_servers(front_end: FrontEnd) -> None:
 
 
 def test_after_a_swap_every_server_answers_with_the_new_version(front_end: FrontEnd) -> None:
-    for number, original in enumerate(["sql", "chat"] * 3):
+    for number, original in enumerate(["sql", "chat"] * times(3, short=1)):
         front_end.publish("swapped", original, number)
         digest = of_files(front_end.root / "swapped")
         path, body = ("/v1/loras/swapped/refresh", None) if number else ("/v1/loras", {"lora_name": "swapped"})
@@ -192,7 +193,7 @@ def test_answers_during_swaps_are_of_the_version_in_the_header(front_end: FrontE
                 answers.append(await front_end.asked("beside"))
 
         askers = [asyncio.create_task(keep_asking()) for _ in range(6)]
-        for number, original in enumerate(["chat", "wide", "sql", "stable"] * 2):
+        for number, original in enumerate(["chat", "wide", "sql", "stable"] * times(2, short=1)):
             digest = of_files(await asyncio.to_thread(front_end.publish, "beside", original, number))
             originals[digest] = original
             change = await asyncio.to_thread(front_end.done, "POST", "/v1/loras/beside/refresh")
