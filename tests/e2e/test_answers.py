@@ -20,10 +20,6 @@ DEMO_NAMES = [spec.name for spec in DEMO_ADAPTERS]
 CHAT = [{"role": "user", "content": "SELECT name FROM"}]
 
 
-def test_base_model_is_untouched(world: World) -> None:
-    assert list(complete(world.client, world.base, PROMPT, MAX_TOKENS).token_ids) == world.bed.answers[None]
-
-
 @pytest.mark.parametrize("name", DEMO_NAMES)
 def test_streamed_completion_equals_peft(world: World, name: str) -> None:
     answer = complete(world.client, name, PROMPT, MAX_TOKENS)

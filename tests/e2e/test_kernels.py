@@ -52,11 +52,6 @@ def test_the_engine_computes_with_our_kernels(kernels: Kernels) -> None:
     assert f"Using {wrapper}" in kernels.server.log()
 
 
-def test_a_mixed_batch_with_base_rows(kernels: Kernels) -> None:
-    models = ["base", *NAMES[:SLOTS], "base", *NAMES[1:SLOTS], NAMES[0], "base"]
-    assert ask(kernels, models) == expected(kernels, models)
-
-
 def test_more_adapters_than_slots_with_base_rows(kernels: Kernels) -> None:
     models = ["base", *NAMES] * 5
     assert ask(kernels, models) == expected(kernels, models)

@@ -12,12 +12,6 @@ from tests.e2e.broken import BROKEN, Broken
 from tests.e2e.conftest import World
 
 
-def test_unknown_name_is_vllms_own_404(world: World) -> None:
-    answer = complete(world.client, "nobody/has-this", PROMPT, 1)
-    assert answer.status == 404
-    assert "The model `nobody/has-this` does not exist." in answer.error
-
-
 @pytest.mark.parametrize("mark", [":", "_", "/"])
 def test_a_base_models_name_before_an_adapters_is_explained(world: World, mark: str) -> None:
     answer = complete(world.client, f"{world.base}{mark}sql", PROMPT, 1)
