@@ -6,6 +6,7 @@ Beside plain adapters and the base model, on one server and one engine for both.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import json
 import shutil
@@ -103,8 +104,6 @@ def test_logprobs_of_prompts_are_those_of_their_rows(bed: Bed, tokens: Tokens, s
 
 
 def _prompts_are_those_of_peft(bed: Bed, tokens: Tokens, server: Server, names: list[str]) -> None:
-    import torch
-
     async def said() -> list[list[float]]:
         async with httpx.AsyncClient(base_url=server.url, timeout=LONGEST_S) as client:
             bodies = [{"model": name, "prompt": tokens.prompt, "max_tokens": 1, "prompt_logprobs": 0} for name in names]
@@ -112,15 +111,18 @@ def _prompts_are_those_of_peft(bed: Bed, tokens: Tokens, server: Server, names: 
         every = [answer.json()["choices"][0]["prompt_logprobs"][1:] for answer in answers]
         return [[one[str(token)]["logprob"] for one, token in zip(of, tokens.prompt[1:], strict=True)] for of in every]
 
-    def of_peft(name: str) -> list[float]:
-        model = Reference(bed.base).load(None if name == str(bed.base) else tokens.adapters / name)
-        with torch.no_grad():
-            every = torch.log_softmax(model(torch.tensor([tokens.prompt])).logits[0, :-1], -1)
-        return [float(row[token]) for row, token in zip(every, tokens.prompt[1:], strict=True)]
-
-    wanted = {name: of_peft(name) for name in {*names}}
     for name, found in zip(names, asyncio.run(said()), strict=True):
-        assert found == pytest.approx(wanted[name], abs=1e-3), name
+        adapter = None if name == str(bed.base) else tokens.adapters / name
+        assert found == pytest.approx(_logprobs_of_peft(bed.base, adapter, *tokens.prompt), abs=1e-3), name
+
+
+@functools.cache
+def _logprobs_of_peft(base: Path, adapter: Path | None, *prompt: int) -> list[float]:
+    import torch
+
+    with torch.no_grad():
+        every = torch.log_softmax(Reference(base).load(adapter)(torch.tensor([prompt])).logits[0, :-1], -1)
+    return [float(row[token]) for row, token in zip(every, prompt[1:], strict=True)]
 
 
 def test_an_adapter_of_another_vocabulary_is_refused_by_name(bed: Bed, tokens: Tokens, server: Server) -> None:
