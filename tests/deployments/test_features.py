@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from tests.e2e.servers import admin_server
 from tests.e2e.standing_still import LONGEST_S, in_state, is_held, seen
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
+NIGHTLY = pytest.mark.nightly
 BATCHED_TOKENS = 64
 LONG_TOKENS = 90
 HOST_MAX_BYTES = 2_700_000  # room for "wide" with "sql" or "chat", not with both
@@ -92,6 +93,16 @@ async def ids_of(client: httpx.AsyncClient, name: str, prompt: str, tokens: int,
     return ids
 
 
+def answered(features: Features, requests: Iterable[dict[str, Any]]) -> list[list[int]]:
+    """The tokens of each, asked for at once."""
+
+    async def run() -> list[list[int]]:
+        async with features.client() as client:
+            return list(await asyncio.gather(*(ids_of(client, **request) for request in requests)))
+
+    return asyncio.run(run())
+
+
 @pytest.mark.deployment(
     "speculative decoding",
     "tested",
@@ -100,51 +111,32 @@ async def ids_of(client: httpx.AsyncClient, name: str, prompt: str, tokens: int,
 def test_speculated_tokens_are_those_of_peft(features: Features) -> None:
     """Of a few tokens only, so that n-grams come again: the tiny model repeats nothing by itself."""
     few, asked = list(range(60, 68)), NAMES * 2
-
-    async def run() -> list[list[int]]:
-        async with features.client() as client:
-            return list(
-                await asyncio.gather(*(ids_of(client, name, PROMPT, 40, allowed_token_ids=few) for name in asked))
-            )
-
     prompt_ids = features.reference.prompt_ids(PROMPT)
     expected = {name: features.decoding(name).among(prompt_ids, 40, few) for name in NAMES}
-    assert asyncio.run(run()) == [expected[name] for name in asked]
+    limits = {"prompt": PROMPT, "tokens": 40, "allowed_token_ids": few}
+    assert answered(features, ({"name": name, **limits} for name in asked)) == [expected[name] for name in asked]
     assert metric(features.server, "vllm:spec_decode_num_accepted_tokens_total") > 0
 
 
 @pytest.mark.deployment("chunked prefill", "tested", "prompts longer than a step's tokens, of several adapters at once")
 def test_divided_prompts_are_answered_as_by_peft(features: Features) -> None:
     assert len(features.reference.prompt_ids(LONG_PROMPT)) > 2 * BATCHED_TOKENS
-    asked = NAMES * 2
-
-    async def run() -> list[list[int]]:
-        async with features.client() as client:
-            return list(await asyncio.gather(*(ids_of(client, name, LONG_PROMPT, 8) for name in asked)))
-
-    assert asyncio.run(run()) == [features.expected(name, LONG_PROMPT, 8) for name in asked]
+    answers = answered(features, ({"name": name, "prompt": LONG_PROMPT, "tokens": 8} for name in NAMES * 2))
+    assert answers == [features.expected(name, LONG_PROMPT, 8) for name in NAMES * 2]
 
 
 @pytest.mark.deployment("preemption, tiny KV cache", "tested", "with speculation, chunked prefill, priorities")
 def test_preempted_requests_of_two_adapters_equal_peft(features: Features) -> None:
-    asked = ["sql", "chat"] * 4
+    asked = [(name, f"{number} {PROMPT}", LONG_TOKENS) for number, name in enumerate(["sql", "chat"] * 4)]
     before = metric(features.server, "vllm:num_preemptions_total")
-
-    async def run() -> list[list[int]]:
-        async with features.client() as client:
-            asking = (
-                ids_of(client, name, f"{number} {PROMPT}", LONG_TOKENS, priority=number % 3)
-                for number, name in enumerate(asked)
-            )
-            return list(await asyncio.gather(*asking))
-
-    answers = asyncio.run(run())
-    assert answers == [features.expected(name, f"{number} {PROMPT}", LONG_TOKENS) for number, name in enumerate(asked)]
+    requests = (dict(zip(("name", "prompt", "tokens"), one, strict=True)) for one in asked)
+    answers = answered(features, (one | {"priority": number % 3} for number, one in enumerate(requests)))
+    assert answers == [features.expected(*one) for one in asked]
     assert metric(features.server, "vllm:num_preemptions_total") > before
 
 
 @pytest.mark.deployment("beam search", "tested", "every beam is PEFT's, while other adapters want the slots")
-@pytest.mark.parametrize("name", ["sql", "chat"])
+@pytest.mark.parametrize("name", ["sql", pytest.param("chat", marks=NIGHTLY)])
 def test_every_beam_is_that_of_peft(features: Features, name: str) -> None:
     async def run() -> list[str]:
         async with features.client() as client:
@@ -161,7 +153,7 @@ def test_every_beam_is_that_of_peft(features: Features, name: str) -> None:
 
 
 @pytest.mark.deployment("structured outputs", "tested", "each token is the best that the grammar allows by PEFT")
-@pytest.mark.parametrize("name", ["sql", "wide"])
+@pytest.mark.parametrize("name", ["sql", pytest.param("wide", marks=NIGHTLY)])
 def test_structured_answers_are_the_best_allowed(features: Features, name: str) -> None:
     async def run() -> list[list[int]]:
         async with features.client() as client:
@@ -237,7 +229,7 @@ def test_a_swapped_adapter_uses_no_old_prefix(features: Features) -> None:
 
 
 @pytest.mark.deployment("pause and resume", "tested", "keep, wait and abort, with running and held requests")
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("wait", marks=NIGHTLY), "abort"])
 def test_a_pause_ends_or_keeps_what_runs(features: Features, mode: str) -> None:
     """Two adapters run, a third is held as they have the host cache; one more asks during the pause."""
     running, held, late = ["sql", "wide"], "chat", "stable"
