@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from pathlib import Path
@@ -82,7 +81,14 @@ SOURCES_OF = {name: HUB if name.startswith("hub") else S3 for name in REMOTE} | 
 SOURCES_OF |= {f"{name}, another vLLM": name for name in ALL_PLUGINS}
 SOURCES_OF |= dict.fromkeys(ALL_IN_ONE, EVERYTHING)
 ENVIRONMENTS |= REMOTE | SEVERAL | ALL_IN_ONE | ANOTHER_VLLM
+# The order of discovery counts where one alone may take a builtin's place.
+IN_ONE_ORDER = {*SEVERAL, *ALL_IN_ONE, *ANOTHER_VLLM}
+CASES = [(name, order) for name in ENVIRONMENTS for order in ORDERS[: 1 if name in IN_ONE_ORDER else 2]]
 both_orders = pytest.mark.parametrize("order", ORDERS)
+
+
+def in_orders(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("env", "order"), [case for case in CASES if case[0] in names])
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +104,6 @@ def root(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def outcomes(root):
     """Environment and order to the outcome; all forked from one process, because importing vLLM takes long."""
-    cases = list(itertools.product(ENVIRONMENTS, ORDERS))
     lines = [
         json.dumps(
             {
@@ -112,7 +117,7 @@ def outcomes(root):
                 "vllm": str(root / "another") if name in ANOTHER_VLLM else "",
             }
         )
-        for name, order in cases
+        for name, order in CASES
     ]
     ours = ("VLLM_PLUGINS", "VLLM_LORA_RESOLVER_", "LORA_PLUGINS_")
     env = {key: text for key, text in os.environ.items() if not key.startswith(ours)}
@@ -123,8 +128,8 @@ def outcomes(root):
         "tests.plugin_scenarios:main", ["plugin_scenarios", str(root / "scenarios")], environment=env, home=home
     )
     results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(results) == len(cases), done.stderr[-4000:]
-    return dict(zip(cases, results, strict=True))
+    assert len(results) == len(CASES), done.stderr[-4000:]
+    return dict(zip(CASES, results, strict=True))
 
 
 NOBODY: dict[str, str] = {}
@@ -165,8 +170,7 @@ WARNED = {
 }
 
 
-@both_orders
-@pytest.mark.parametrize("env", WANTED)
+@in_orders(*WANTED)
 def test_named_plugins_alone_replace_the_builtin(outcomes, order, env, root):
     registered, sources = WANTED[env]
     outcome = outcomes[env, order]
@@ -181,8 +185,7 @@ def test_named_plugins_alone_replace_the_builtin(outcomes, order, env, root):
     assert outcome["wrapped_once"]
 
 
-@both_orders
-@pytest.mark.parametrize("env", ERRORS)
+@in_orders(*ERRORS)
 def test_startup_fails_on_a_wrong_setting_or_unknown_vllm(outcomes, order, env):
     outcome = outcomes[env, order]
     assert outcome["error"].startswith("InvalidSettings: [L007]")
@@ -191,8 +194,7 @@ def test_startup_fails_on_a_wrong_setting_or_unknown_vllm(outcomes, order, env):
     assert outcome["untouched"]
 
 
-@both_orders
-@pytest.mark.parametrize("env", ["named among others", *WARNED])
+@in_orders("named among others", *WARNED)
 def test_misspelt_plugin_name_is_warned_of_once(outcomes, order, env):
     said = "VLLM_PLUGINS names {}, and no installed package has such a plugin; did you mean {}?"
     assert outcomes[env, order]["warned"] == ([said.format(*WARNED[env])] if env in WARNED else [])
