@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -20,9 +19,9 @@ from testbed.server import vllm_server
 from tests.e2e.conftest import OneSlot
 from tests.e2e.servers import ADMIN, BLOCKS, ENVIRONMENT, KERNELS, MANAGER, RESOLVER
 from tests.e2e.standing_still import LONGEST_S, seen
+from tests.e2e.test_in_flight import tokens_of
 
 NAMES = [spec.name for spec in DEMO_ADAPTERS]
-FIXED = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +39,6 @@ def engine_lives(request: pytest.FixtureRequest) -> Iterator[None]:
         assert sign not in log
 
 
-async def ids_of(client: httpx.AsyncClient, name: str, tokens: int = MAX_TOKENS, **more: Any) -> list[int]:
-    answer = await client.post("/v1/completions", json={"model": name, "max_tokens": tokens, **FIXED, **more})
-    assert answer.status_code == 200, answer.text
-    return list(answer.json()["choices"][0]["token_ids"])
-
-
 async def held_of(client: httpx.AsyncClient, name: str) -> int:
     view = await client.get(f"/v1/loras/{name}")
     return int(view.json()["requests_held"]) if view.status_code == 200 else 0
@@ -55,7 +48,7 @@ async def held_of(client: httpx.AsyncClient, name: str) -> int:
 def test_one_slot_serves_every_adapter_as_peft(one_slot: OneSlot) -> None:
     async def run() -> list[list[int]]:
         async with one_slot.client() as client:
-            return list(await asyncio.gather(*(ids_of(client, name) for name in NAMES * 6)))
+            return list(await asyncio.gather(*(tokens_of(client, name) for name in NAMES * 6)))
 
     assert asyncio.run(run()) == [one_slot.bed.answers[name] for name in NAMES * 6]
 
@@ -65,7 +58,7 @@ def test_failing_streams_hold_no_slot(one_slot: OneSlot) -> None:
 
     async def run() -> None:
         async with one_slot.client() as client:
-            await ids_of(client, "chat", 1)
+            await tokens_of(client, "chat", 1)
             failed, done = 0, asyncio.Event()
 
             async def fail() -> None:
@@ -82,7 +75,7 @@ def test_failing_streams_hold_no_slot(one_slot: OneSlot) -> None:
 
             failing = [asyncio.create_task(fail()) for _ in range(4)]
             await seen(all_have_failed)
-            assert await ids_of(client, "chat") == one_slot.bed.answers["chat"]  # they go on until it is answered
+            assert await tokens_of(client, "chat") == one_slot.bed.answers["chat"]  # they go on until it is answered
             done.set()
             await asyncio.gather(*failing)
             assert await held_of(client, "sql") == 0

@@ -35,24 +35,28 @@ def said_by(
     prompt: str = PROMPT,
     **env: str,
 ) -> dict[str, Any]:
-    """The answer of a program of the testbed."""
+    """The answer of a program of the testbed that is asked for these adapters."""
+    arguments = json.dumps([str(bed.base), prompt, MAX_TOKENS, adapters])
+    said, _ = ran(program, arguments, home, VLLM_ENABLE_V1_MULTIPROCESSING=str(processes), **env)
+    return said
+
+
+def ran(program: str, arguments: str, home: Path, **env: str) -> tuple[dict[str, Any], str]:
+    """What a program of the testbed says in JSON, and all that it prints."""
     environment = {
         **outer_environment(),
         **ENVIRONMENT,
         "VLLM_PLUGINS": "lora_lru_manager,lora_kernels",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": str(processes),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "LORA_PLUGINS_STORE_DIR": str(home / "store"),
         "HF_HUB_OFFLINE": "1",
         **env,
     }
-    arguments = json.dumps([str(bed.base), prompt, MAX_TOKENS, adapters])
     run = run_forked(f"testbed.{program}:main", [program, arguments], home=home, environment=environment)
     assert run.returncode == 0, run.stderr[-4000:]
-    return dict(
-        json.loads(next(line for line in run.stdout.splitlines() if line.startswith(('{"outputs"', '{"said"'))))
-    )
+    line = next(line for line in run.stdout.splitlines() if line.startswith(('{"outputs"', '{"said"', '{"called"')))
+    return dict(json.loads(line)), run.stdout + run.stderr
 
 
 @pytest.mark.parametrize(
@@ -181,7 +185,8 @@ def test_calls_in_any_order_answer_as_the_version_they_name(bed: Bed, tmp_path: 
     assert int(said["said"]) > int(examples)
 
 
-@pytest.mark.parametrize("first", ["sql", pytest.param(None, marks=NIGHTLY)])
+@NIGHTLY  # test_trained_tokens.py compares them with PEFT's in each run, on a server
+@pytest.mark.parametrize("first", ["sql", None])
 def test_prompt_logprobs_beside_others_are_those_alone(bed: Bed, tmp_path: Path, first: str | None) -> None:
     """Which crashes vLLM's CPU engine (docs/operate/known-limits.md)."""
     names = [first, "chat", None, "sql"]

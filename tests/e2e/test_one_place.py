@@ -14,15 +14,14 @@ import httpx
 import pytest
 
 from testbed.bed import MAX_TOKENS, Bed
-from testbed.models import PROMPT
 from testbed.server import Server
 from tests.e2e.servers import ADMIN, KERNELS, MANAGER, RESOLVER, lora_server
 from tests.e2e.standing_still import LONGEST_S, in_state, is_held, seen
+from tests.e2e.test_in_flight import body, tokens_of
 from tests.repetitions import times
 
 SOON_S = 30.0  # an answer that needs a load and half a second of computing; not one that comes when others have left
 TRIALS, ROUNDS = times(30, short=3), times(5, short=2)
-FIXED = {"prompt": PROMPT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 BUSY = ("chat", "stable", "team/poet")
 
 
@@ -51,13 +50,7 @@ def one_place(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Iterator[On
 
 
 async def complete(client: httpx.AsyncClient, name: str, tokens: int = MAX_TOKENS, **more: Any) -> httpx.Response:
-    return await client.post("/v1/completions", json={"model": name, "max_tokens": tokens, **FIXED, **more})
-
-
-async def ids_of(client: httpx.AsyncClient, name: str, tokens: int = MAX_TOKENS) -> list[int]:
-    answer = await complete(client, name, tokens)
-    assert answer.status_code == 200, answer.text
-    return list(answer.json()["choices"][0]["token_ids"])
+    return await client.post("/v1/completions", json=body(name, tokens, **more))
 
 
 # --- what one request becomes ---
@@ -70,7 +63,7 @@ async def sixteen_others(one: OnePlace, client: httpx.AsyncClient) -> AsyncItera
     async def ask(number: int) -> None:
         name = BUSY[number % len(BUSY)]
         while not done:
-            assert await ids_of(client, name, 6) == one.bed.answers[name][:6]
+            assert await tokens_of(client, name, 6) == one.bed.answers[name][:6]
 
     done = False
     asking = [asyncio.create_task(ask(number)) for number in range(16)]
@@ -128,7 +121,7 @@ async def give_up(asked: asyncio.Task[Any]) -> None:
 
 async def retry_while_room_is_made(client: httpx.AsyncClient, name: str, trial: int) -> httpx.Response:
     """While `sql` runs, the only request for `name` is given up, and another comes within a millisecond."""
-    running = asyncio.create_task(ids_of(client, "sql", 60))
+    running = asyncio.create_task(tokens_of(client, "sql", 60))
 
     async def runs_or_ran() -> bool:
         return running.done() or await in_state(client, "sql", "serving", 1)
@@ -149,7 +142,7 @@ async def retry_while_room_is_made(client: httpx.AsyncClient, name: str, trial: 
 def test_a_client_that_retries_at_once_is_answered(one_place: OnePlace) -> None:
     async def run() -> None:
         async with one_place.client() as client:
-            await ids_of(client, "chat")
+            await tokens_of(client, "chat")
             for trial in range(TRIALS):
                 async with asyncio.timeout(SOON_S):
                     answer = await retry_while_room_is_made(client, "chat", trial)

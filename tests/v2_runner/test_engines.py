@@ -13,16 +13,15 @@ import pytest
 from testbed import v2_runner
 from testbed.bed import MAX_TOKENS, prepare
 from testbed.decoding import Decoding
-from testbed.forking_vllm import run_forked
 from testbed.models import DEMO_ADAPTERS, PROMPT, AdapterSpec, build_adapter, build_base, edit_config
 from testbed.reference import Reference
-from testbed.server import outer_environment
 from testbed.trained_tokens import with_tokens
 from tests.deployments import test_drafts as drafts
 from tests.deployments import test_memory_and_weights as sleeping
 from tests.e2e import servers
 from tests.e2e.standing_still import LONGEST_S
 from tests.e2e.test_in_flight import body
+from tests.e2e.test_offline import ran
 
 NIGHTLY = pytest.mark.nightly
 
@@ -91,22 +90,10 @@ def test_what_a_sleep_loses_is_written_again(tmp_path: Path, level: int) -> None
 def test_an_engine_without_a_server_answers_as_peft_does(tmp_path: Path, processes: int) -> None:
     bed = prepare()
     asked: list[tuple[str, str | None]] = [(one.name, str(bed.adapters / one.name)) for one in DEMO_ADAPTERS]
-    environment = {
-        **outer_environment(),
-        **servers.ENVIRONMENT,
-        **v2_runner.ENVIRONMENT,
-        "VLLM_PLUGINS": "lora_lru_manager,lora_kernels",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": f"{processes}",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "LORA_PLUGINS_STORE_DIR": str(tmp_path / "store"),
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = {**v2_runner.ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": f"{processes}"}
     question = json.dumps([str(bed.base), PROMPT, MAX_TOKENS, [*asked, ("", None)]])
-    run = run_forked("testbed.offline:main", ["offline", question], home=tmp_path, environment=environment)
-    assert run.returncode == 0, run.stderr[-4000:]
-    assert all(line in run.stdout + run.stderr for line in v2_runner.LOGGED), "the engine runs another model runner"
-    said = json.loads(next(line for line in run.stdout.splitlines() if line.startswith('{"outputs"')))
+    said, printed = ran("offline", question, tmp_path, **environment)
+    assert all(line in printed for line in v2_runner.LOGGED), "the engine runs another model runner"
     found = {name: ids for (name, _), (_, _, ids) in zip([*asked, ("", None)], said["outputs"], strict=True)}
     assert found == {name or "": ids for name, ids in bed.answers.items()}
     assert (said["loaded"], said["listed"]) == (True, True)

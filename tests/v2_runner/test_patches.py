@@ -12,11 +12,9 @@ import pytest
 import lora_plugins
 from testbed import v2_runner
 from testbed.bed import prepare
-from testbed.forking_vllm import run_forked
 from testbed.models import DEMO_ADAPTERS
-from testbed.server import outer_environment
 from tests.deployments import test_drafts as drafts
-from tests.e2e import servers
+from tests.e2e.test_offline import ran
 
 PACKAGE = Path(lora_plugins.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "reference" / "deployments.md"
@@ -184,22 +182,10 @@ def calls_of(runner: str, home: Path) -> set[tuple[str, str, str]]:
     """Our functions that an engine with this model runner has called, and the modules that called them."""
     bed, is_v2 = prepare(), runner == "V2"
     base, draft = drafts.draft_model(bed.base, home / "draft")
-    environment = {
-        **outer_environment(),
-        **servers.ENVIRONMENT,
-        **(v2_runner.ENVIRONMENT if is_v2 else {}),
-        "VLLM_PLUGINS": "lora_lru_manager,lora_kernels",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "LORA_PLUGINS_STORE_DIR": str(home / "store"),
-        "HF_HUB_OFFLINE": "1",
-    }
+    environment = {**(v2_runner.ENVIRONMENT if is_v2 else {}), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     asked = [(one.name, str(bed.adapters / one.name)) for one in DEMO_ADAPTERS]
     question = json.dumps([str(base), {**draft, "num_speculative_tokens": 2}, is_v2, [*asked, ("", None)]])
-    run = run_forked("testbed.offline_reached:main", ["reached", question], home=home, environment=environment)
-    assert run.returncode == 0, run.stderr[-4000:]
-    said = json.loads(next(line for line in run.stdout.splitlines() if line.startswith('{"called"')))
+    said, _ = ran("offline_reached", question, home, **environment)
     assert said["runner"] == f"{RUNNERS[runner]}.CPUModelRunner"
     return {(file, name, caller) for file, name, caller in said["called"]}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from tests.repetitions import times
 
 SLOTS = 2
 LONG_TOKENS = 24
-STREAMS = 8
+STREAMS = times(8, short=4)
 HUGE = "huge"  # its numbers overflow
 
 
@@ -46,6 +46,15 @@ class V2:
 
     def client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.server.url, timeout=LONGEST_S, verify=PLAIN_HTTP)
+
+    def answers(self, names: Sequence[str | None]) -> list[list[int]]:
+        """What all are answered, asked at once; None is the base model."""
+
+        async def ask() -> list[list[int]]:
+            async with self.client() as client:
+                return await asyncio.gather(*(tokens_of(client, name or str(self.bed.base)) for name in names))
+
+        return asyncio.run(ask())
 
     def publish(self, name: str, original: str, number: int = 0) -> None:
         """Put an adapter in the place of what has this name."""
@@ -80,13 +89,7 @@ def test_the_server_runs_what_cuda_users_run(v2: V2) -> None:
 
 def test_adapters_of_one_batch_answer_as_peft_does(v2: V2) -> None:
     names = [None, "sql", "chat", "team/poet"] * 2
-
-    async def ask() -> list[list[int]]:
-        async with v2.client() as client:
-            asked = [tokens_of(client, name or str(v2.bed.base)) for name in names]
-            return await asyncio.gather(*asked)
-
-    assert asyncio.run(ask()) == [v2.bed.answers[name] for name in names]
+    assert v2.answers(names) == [v2.bed.answers[name] for name in names]
 
 
 def test_more_adapters_than_slots_answer_as_peft_does(v2: V2) -> None:
@@ -94,12 +97,7 @@ def test_more_adapters_than_slots_answer_as_peft_does(v2: V2) -> None:
     names = {f"many-{number}": originals[number % 3] for number in range(3 * SLOTS)}
     for name, original in names.items():
         v2.publish(name, original)
-
-    async def ask() -> list[list[int]]:
-        async with v2.client() as client:
-            return await asyncio.gather(*(tokens_of(client, name) for name in [*names, *names]))
-
-    assert asyncio.run(ask()) == [v2.bed.answers[original] for original in [*names.values()] * 2]
+    assert v2.answers([*names, *names]) == [v2.bed.answers[original] for original in [*names.values()] * 2]
 
 
 def test_vectors_and_trained_tokens_answer_as_peft_does(v2: V2) -> None:
@@ -114,12 +112,7 @@ def test_vectors_and_trained_tokens_answer_as_peft_does(v2: V2) -> None:
     answers = {**v2.bed.answers, **{name: reference.generate(root / name, prompt, MAX_TOKENS) for name in kinds}}
     assert all(answers[name] != answers["sql"] for name in kinds)
     names = [None, *kinds, "sql", "chat"] * 2
-
-    async def ask() -> list[list[int]]:
-        async with v2.client() as client:
-            return await asyncio.gather(*(tokens_of(client, name or str(v2.bed.base)) for name in names))
-
-    assert asyncio.run(ask()) == [answers[name] for name in names]
+    assert v2.answers(names) == [answers[name] for name in names]
 
 
 def test_an_adapter_without_numbers_ends_alone(v2: V2) -> None:
