@@ -1,6 +1,6 @@
 """This machine's processor: the instructions that programs may use; pure.
 
-Each process that may compute on the CPU asks once, before it loads or compiles the compiled kernels (`compiled/build.py`).
+Each process that may compute on the CPU asks once, before it compiles or loads the kernels (`compiled/build.py`).
 """
 
 from __future__ import annotations
