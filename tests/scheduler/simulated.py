@@ -384,6 +384,11 @@ class SimulatedEngine:
             self.step()
             assert self.now < until, "it never ends"
 
+    def finish(self, longest_s: float = 1000.0) -> None:
+        """Run until nothing is left to do, or remembered."""
+        self.run_until_idle(longest_s)
+        self.check_nothing_left()
+
     # --- what must always hold ---
 
     def check_state(self) -> None:
@@ -489,3 +494,11 @@ class SimulatedEngine:
                 continue
             before = sum(other <= adapter.order for other in orders) - 1
             request.overtakers = max(request.overtakers, before)
+
+
+def engine_with(
+    is_instant: bool = True, load_s: float = 0.1, fails: Callable[[Command], bool] = lambda _: False, **options: Any
+) -> SimulatedEngine:
+    """An engine whose loads and slots take the same time for all adapters; `options`: of `make_planner`."""
+    workers = SimulatedWorkers(load_s=lambda _: load_s, is_instant=lambda _: is_instant, fails=fails)
+    return SimulatedEngine(make_planner(**options), workers)

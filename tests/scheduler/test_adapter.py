@@ -12,13 +12,6 @@ def loaded(**options) -> Adapter:
     return Adapter(spec(1), 1, residency=HostState.LOADED, **options)
 
 
-def test_found_says_how_near_the_adapter_is() -> None:
-    assert Adapter(spec(1), 1).found is FoundIn.STORE
-    assert Adapter(spec(1), 1, residency=HostState.LOADING).found is FoundIn.STORE
-    assert loaded().found is FoundIn.HOST
-    assert loaded(slot=0, is_active=True).found is FoundIn.SLOT
-
-
 def test_an_adapter_that_runs_waits_or_is_written_is_used() -> None:
     assert not loaded().is_used
     assert not Adapter(spec(1), 1).is_used

@@ -13,14 +13,11 @@ from tests.scheduler.simulated import (
     Request,
     SimulatedEngine,
     SimulatedWorkers,
+    engine_with,
     make_planner,
     place_at_end,
     spec,
 )
-
-
-def engine_with(is_instant=True, **options) -> SimulatedEngine:
-    return SimulatedEngine(make_planner(**options), SimulatedWorkers(is_instant=lambda _: is_instant))
 
 
 def moved(engine: SimulatedEngine, path: str, **more):
@@ -141,7 +138,7 @@ def test_a_version_between_two_moves_nothing_any_more() -> None:
 
 def stopped_while_it_runs() -> tuple[SimulatedEngine, Request]:
     """An engine with one slot, and a request that a pause has stopped in its midst."""
-    engine = SimulatedEngine(make_planner(slots=1), SimulatedWorkers())
+    engine = engine_with(slots=1)
     request = engine.submit(1, tokens=100)
     engine.run(1)
     engine.stop("adapter-1")
@@ -151,7 +148,7 @@ def stopped_while_it_runs() -> tuple[SimulatedEngine, Request]:
 @pytest.mark.parametrize("is_evicted", [False, True])
 def test_stopped_requests_go_on_with_the_weights_that_came_meanwhile(is_evicted: bool) -> None:
     """Under the key of their generation, by which the workers know them."""
-    engine = SimulatedEngine(make_planner(slots=1, max_adapters=2), SimulatedWorkers())
+    engine = engine_with(slots=1, max_adapters=2)
     request = engine.submit(1, tokens=100)
     engine.run(1)
     key = engine.key_of(request)
@@ -209,7 +206,7 @@ def test_a_refusal_outlives_a_removal_without_any() -> None:
 
 
 def test_what_has_run_is_admitted_before_what_was_held() -> None:
-    engine = SimulatedEngine(make_planner(slots=1), SimulatedWorkers())
+    engine = engine_with(slots=1)
     runs = engine.submit(1, tokens=100)
     engine.run(1)
     engine.pause = Pause.NEW

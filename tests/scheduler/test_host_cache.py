@@ -14,6 +14,14 @@ def cache_of(max_bytes: int | None = 100, max_adapters: int = 3) -> HostCache:
     return HostCache(max_bytes, max_adapters, Lru())
 
 
+def filled(cache: HostCache, *keys: int, size_bytes: int = 10, is_idle: bool = True) -> HostCache:
+    for key in keys:
+        cache.reserve(key, size_bytes)
+        cache.loaded(key, spec(key, size_bytes), size_bytes, 0.1)
+        cache.set_idle(key, is_idle=is_idle)
+    return cache
+
+
 def test_reserved_bytes_count_before_anything_is_loaded() -> None:
     cache = cache_of()
     cache.reserve(1, 60)
@@ -22,20 +30,12 @@ def test_reserved_bytes_count_before_anything_is_loaded() -> None:
     assert cache.has_room([50], [1])
 
 
-def test_what_is_loaded_counts_with_its_real_size() -> None:
-    cache = cache_of()
-    cache.reserve(1, 60)
-    cache.loaded(1, spec(1, 60), 90, 0.1)
-    assert cache.used_bytes == cache.sizes_bytes[1] == 90
-    assert cache.remove(1) == 90
-    assert cache.used_bytes == len(cache.sizes_bytes) == 0
-
-
 def test_a_size_seen_once_replaces_the_estimate() -> None:
     cache = cache_of()
     cache.reserve(1, 60)
     cache.loaded(1, spec(1, 60), 90, 0.1)
-    cache.remove(1)
+    assert cache.used_bytes == cache.sizes_bytes[1] == cache.remove(1) == 90
+    assert cache.used_bytes == len(cache.sizes_bytes) == 0
     assert cache.expected_bytes(spec(1, 60)) == 90
     assert cache.expected_bytes(spec(2, 60)) == 60
 
@@ -49,10 +49,7 @@ def test_the_number_of_adapters_is_limited_without_bytes() -> None:
 
 
 def test_victims_are_idle_or_named_in_the_policys_order() -> None:
-    cache = cache_of(max_bytes=30)
-    for key in (1, 2, 3):
-        cache.reserve(key, 10)
-        cache.loaded(key, spec(key), 10, 0.1)
+    cache = filled(cache_of(max_bytes=30), 1, 2, 3, is_idle=False)
     cache.used(1)
     assert cache.victims([10]) is None
     assert cache.victims([10], also=[1, 3]) == [3]
@@ -70,27 +67,10 @@ def test_victims_are_idle_or_named_in_the_policys_order() -> None:
 
 
 def test_each_adapter_beyond_the_number_has_a_victim() -> None:
-    cache = cache_of(max_bytes=None, max_adapters=3)
-    for key in (1, 2, 3):
-        cache.reserve(key, 10)
-        cache.loaded(key, spec(key), 10, 0.1)
-        cache.set_idle(key, is_idle=True)
+    cache = filled(cache_of(max_bytes=None, max_adapters=3), 1, 2, 3)
     assert cache.victims([10]) == [1]
     assert cache.victims([10, 10]) == [1, 2]
     assert cache.victims([10] * 4) is None
-
-
-def test_idle_bytes_follow_what_comes_and_goes() -> None:
-    cache = cache_of(max_bytes=None)
-    for key, size_bytes in ((1, 10), (2, 20)):
-        cache.reserve(key, size_bytes)
-        cache.loaded(key, spec(key), size_bytes, 0.1)
-        cache.set_idle(key, is_idle=True)
-    assert cache.idle_bytes == 30
-    cache.remove(1)
-    assert (list(cache.idle), cache.idle_bytes) == ([2], 20)
-    cache.loaded(2, spec(2), 25, 0.1)
-    assert (list(cache.idle), cache.idle_bytes) == ([], 0)
 
 
 def test_room_beside_what_stays_counts_nothing_else() -> None:
@@ -105,11 +85,7 @@ def test_room_beside_what_stays_counts_nothing_else() -> None:
 @pytest.mark.parametrize("policy", HOST_POLICIES)
 def test_thousands_of_idle_adapters_are_judged_in_one_pass(policy: str) -> None:
     """The engine's loop waits: with 3,000 idle adapters this took a second for each change of a plan."""
-    cache = HostCache(3_000, 4_000, make_policy(policy))
-    for key in range(3_000):
-        cache.reserve(key, 1)
-        cache.loaded(key, spec(key, 1), 1, 0.1)
-        cache.set_idle(key, is_idle=True)
+    cache = filled(HostCache(3_000, 4_000, make_policy(policy)), *range(3_000), size_bytes=1)
     began = time.process_time()
     for _ in range(100):
         assert cache.victims([3_001]) is None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lora_plugins.scheduler.state import MAX_LOADS
 from tests.repetitions import times
-from tests.scheduler.simulated import Request, SimulatedEngine, SimulatedWorkers, make_planner, spec
+from tests.scheduler.simulated import Request, SimulatedEngine, SimulatedWorkers, engine_with, make_planner, spec
 
 LOAD_UNTIL_S = 20.0
 
@@ -68,8 +68,7 @@ def serve(traffic: Traffic, until_s: float = LOAD_UNTIL_S, never_fits: bool = Fa
             engine.abort(rng.choice(list(engine.running.values())))
         engine.step()
         assert all(request.refusal is not None for request in refused)
-    engine.run_until_idle()
-    engine.check_nothing_left()
+    engine.finish()
     return engine
 
 
@@ -134,11 +133,10 @@ def test_refused_requests_delay_no_others(traffic: Traffic) -> None:
 
 
 def test_an_adapter_with_reserved_room_is_not_passed_over() -> None:
-    engine = SimulatedEngine(make_planner(slots=1, max_bytes=100))
+    engine = engine_with(slots=1, max_bytes=100)
     engine.submit(spec(9, 100), tokens=20)
     engine.run(0.1)
     engine.submit(spec(7, 100))
     engine.run(0.7)
     engine.submit(spec(5, 100), priority=-1)  # goes first, and does not fit beside it
-    engine.run_until_idle(20)
-    engine.check_nothing_left()
+    engine.finish(20)

@@ -6,40 +6,9 @@ from dataclasses import replace
 import pytest
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, NoFreeSlot, OutOfMemory
-from lora_plugins.scheduler.messages import Activate, Change, Evict, Load
+from lora_plugins.scheduler.messages import Change, Evict, Load
 from lora_plugins.scheduler.stats import FoundIn
-from tests.scheduler.simulated import Pause, SimulatedEngine, SimulatedWorkers, make_planner, spec
-
-
-def engine_with(is_instant: bool = True, load_s: float = 0.1, fails=lambda _: False, **options) -> SimulatedEngine:
-    workers = SimulatedWorkers(load_s=lambda _: load_s, is_instant=lambda _: is_instant, fails=fails)
-    return SimulatedEngine(make_planner(**options), workers)
-
-
-def test_a_request_is_admitted_once_its_adapter_is_there() -> None:
-    engine = engine_with(load_s=0.05)
-    request = engine.submit(1)
-    plan = engine.step()
-    assert [type(command) for command in plan.commands] == [Load]
-    assert not engine.began
-    plan = engine.step()
-    assert [type(command) for command in plan.commands] == [Activate]
-    assert engine.began == [request]
-    engine.run_until_idle()
-    engine.check_nothing_left()
-
-
-def test_an_adapter_takes_no_requests_once_patience_is_over() -> None:
-    engine = engine_with(slots=1, patience_s=1.0)
-    engine.submit(1, tokens=100)
-    engine.run(1)
-    other = engine.submit(2)
-    engine.run(2)
-    late = engine.submit(1)
-    engine.run(1)
-    assert late.is_held
-    engine.run_until_idle()
-    assert other.began_at < late.began_at
+from tests.scheduler.simulated import Pause, SimulatedEngine, engine_with, spec
 
 
 def test_no_more_is_loaded_than_will_run_soon() -> None:
@@ -61,15 +30,6 @@ def test_what_is_larger_than_the_budget_is_refused() -> None:
     engine.check_nothing_left()
 
 
-def test_what_turns_out_larger_than_the_budget_is_refused() -> None:
-    engine = engine_with(max_bytes=150)
-    engine.workers.size_bytes = lambda it: 2 * it.size_bytes
-    request = engine.submit(1)
-    engine.run_until_idle()
-    assert isinstance(request.refusal, OutOfMemory)
-    engine.check_nothing_left()
-
-
 def test_a_failed_load_refuses_all_who_wait() -> None:
     engine = engine_with(fails=lambda command: isinstance(command, Load))
     requests = [engine.submit(1), engine.submit(1)]
@@ -82,23 +42,6 @@ def test_a_failed_load_refuses_all_who_wait() -> None:
     assert not engine.planner.state.pinned
     assert engine.planner.stats.refused == {"L005": 2}
     engine.check_nothing_left()
-
-
-@pytest.mark.parametrize("is_instant", [True, False])
-def test_a_pinned_adapter_keeps_its_slot_under_load(is_instant: bool) -> None:
-    engine = engine_with(is_instant, slots=2, max_bytes=300)
-    pin = engine.planner.pin(spec(1), engine.now)
-    engine.run(1)
-    assert pin.done()
-    slot = engine.planner.state.adapters[1].slot
-    for engine_id in (2, 3, 4, 5) * 3:
-        engine.submit(engine_id)
-        engine.run(0.2)
-        assert engine.workers.slots[slot] == 1
-    request = engine.submit(1)
-    engine.step()
-    assert request.wait_s == 0
-    engine.run_until_idle()
 
 
 def test_a_pin_is_met_under_load_that_never_ends() -> None:
@@ -190,19 +133,6 @@ def test_retiring_is_done_when_the_workers_have_evicted() -> None:
     assert engine.planner.retire(7, engine.now, None).done()
 
 
-def test_retiring_with_a_refusal_answers_who_waits_and_comes() -> None:
-    engine = engine_with(load_s=1.0)
-    held = engine.submit(1)
-    engine.step()
-    refusal = AdapterNotFound("an adapter that was removed")
-    retired = engine.planner.retire(1, engine.now, refusal, is_last=True)
-    late = engine.submit(1)
-    engine.run_until_idle()
-    assert held.refusal is late.refusal is refusal
-    assert retired.done()
-    engine.check_nothing_left()
-
-
 def test_a_retired_adapter_cannot_be_pinned() -> None:
     engine = engine_with(slots=3)
     engine.submit(1)
@@ -221,33 +151,20 @@ def test_an_end_forgets_the_requests_that_it_names_only() -> None:
     assert engine.planner.state.of_request.keys() == {running.id}
     assert list(engine.planner.state.adapters[1].running) == [running.id]
     engine.held.clear()
-    engine.run_until_idle()
-    engine.check_nothing_left()
+    engine.finish()
 
 
-def test_long_loads_do_not_hold_up_an_activation() -> None:
-    engine = engine_with(is_instant=False, slots=6, max_bytes=None)
-    engine.planner.load(spec(1), engine.now)
-    engine.run(1)
-    engine.workers.load_s = lambda _: 30.0
-    for engine_id in range(2, 8):
-        engine.submit(engine_id)
-    engine.step()
-    request = engine.submit(1)
-    engine.run(1)
-    assert not request.is_held
-    engine.run_until_idle()
-
-
-def test_a_long_load_holds_no_slot_that_others_need() -> None:
-    engine = engine_with(is_instant=False, slots=1)
-    call = engine.planner.load(spec(2), engine.now)
+@pytest.mark.parametrize(("slots", "others"), [(1, 1), (6, 6)])
+def test_long_loads_hold_no_slot_that_others_need(slots: int, others: int) -> None:
+    engine = engine_with(is_instant=False, slots=slots, max_bytes=None)
+    call = engine.planner.load(spec(1), engine.now)
     engine.run(1)
     assert call.done()
     engine.workers.load_s = lambda _: 30.0
-    engine.submit(1)
+    for engine_id in range(2, 2 + others):
+        engine.submit(engine_id)
     engine.step()
-    request = engine.submit(2)
+    request = engine.submit(1)
     engine.run(1)
     assert not request.is_held
     engine.run_until_idle()
@@ -262,17 +179,6 @@ def test_waits_are_counted_by_where_the_adapter_was() -> None:
     assert [sum(waits[found].counts) for found in (FoundIn.STORE, FoundIn.HOST, FoundIn.SLOT)] == [1, 0, 1]
     assert sum(engine.planner.stats.load_seconds.counts) == engine.planner.stats.instant_activations == 1
     assert waits[FoundIn.SLOT].total_s == 0.0
-
-
-def test_a_call_for_a_slot_ends_under_load_without_gaps() -> None:
-    engine = engine_with(slots=1)
-    engine.submit(1, tokens=20)
-    engine.run(1)
-    call = engine.planner.load(spec(2), engine.now, needs_slot=True)
-    for _ in range(40):
-        engine.submit(1, tokens=20)
-        engine.run(0.3)
-    assert call.done()
 
 
 def test_the_adapter_with_most_requests_keeps_its_slot() -> None:
@@ -521,40 +427,6 @@ def test_who_needs_the_room_of_what_was_given_hears_why() -> None:
     last = engine.submit(4)
     engine.run_until_idle()
     assert last.ended_at is not None
-
-
-def test_what_runs_goes_on_with_the_weights_that_came() -> None:
-    engine = engine_with(slots=1, max_adapters=2)
-    old = engine.submit(1, tokens=60)
-    engine.run(1)
-    load = engine.planner.load(replace(spec(1), path="/new"), engine.now, moves=True)
-    engine.run(0.5)
-    assert load.done()
-    assert old.ended_at is None
-    assert [it.path for it in engine.workers.host.values()] == ["/new"]
-    joined = engine.submit(1, tokens=2)
-    engine.run(0.5)
-    assert joined.ended_at is not None, "in the one slot, beside it"
-    engine.run_until_idle()
-    engine.check_nothing_left()
-
-
-def test_what_runs_moves_after_a_pause() -> None:
-    engine = engine_with(slots=1, max_adapters=2)
-    engine.submit(1, tokens=60)
-    engine.run(1)
-    engine.pause = Pause.NEW
-    first = engine.planner.load(replace(spec(1), path="/1"), engine.now, moves=True)
-    engine.run(0.5)
-    second = engine.planner.load(replace(spec(1), path="/2"), engine.now, moves=True)
-    engine.run(0.5)
-    assert first.done()
-    assert (second.exception(timeout=0) if second.done() else None) is None
-    engine.pause = Pause.NONE
-    engine.run_until_idle()
-    assert second.done()
-    assert [it.path for it in engine.workers.host.values()] == ["/2"]
-    engine.check_nothing_left()
 
 
 def test_who_named_a_broken_version_gets_no_other() -> None:

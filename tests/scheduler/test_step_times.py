@@ -45,5 +45,4 @@ def test_short_copies_cost_their_adapter_no_step(copy_s: float, background: int)
         engine.submit(key, tokens=2)
         engine.run(1)
     assert engine.planner.stats.background_activations == background
-    engine.run_until_idle()
-    engine.check_nothing_left()
+    engine.finish()
