@@ -209,35 +209,6 @@ def test_patience_begins_with_who_waits() -> None:
     assert joined.wait_s == 0
 
 
-def test_adapters_that_cost_a_copy_use_the_copied_slots_only() -> None:
-    engine = engine_with(slots=1, pointed=6, max_adapters=6)
-    engine.workers.is_instant = lambda key: key > 2
-    first, second, third = (engine.submit(key, tokens=20) for key in (1, 2, 3))
-    engine.run(0.6)
-    assert (first.is_held, second.is_held, third.is_held) == (False, True, False)
-    assert engine.planner.state.adapters[1].slot == 0
-    engine.run_until_idle()
-    assert second.ended_at is not None
-
-
-def test_parts_of_a_clients_request_join_an_adapter_that_leaves() -> None:
-    engine = engine_with(slots=1, patience_s=0.2)
-    engine.submit(1, tokens=4, client="beams")
-    engine.run(0.1)
-    other = engine.submit(2)
-    for _ in range(20):  # tokens of beams, one request each, a little after the last has ended
-        while engine.running:
-            engine.step()
-        engine.now += 0.1
-        part = engine.submit(1, tokens=2, client="beams")
-        engine.step()
-        assert part.wait_s == 0
-        assert other.is_held
-    engine.run_until_idle()
-    assert other.ended_at is not None
-    engine.check_nothing_left()
-
-
 def test_one_name_for_all_requests_keeps_no_slot_for_ever() -> None:
     engine = engine_with(slots=1, patience_s=0.2)
     engine.submit(1, tokens=40, client="mine")
