@@ -180,6 +180,31 @@ class Engine:
         self._under_way: deque[tuple[Any, Any]] = deque()
         self._reports: list[Report] = []
 
+    def add(self, one: Any, lora: int | None = None, **more: Any) -> Any:
+        """Have a request arrive, or one made of its name, adapter and options; returns the request."""
+        asked = request(one, lora, **more) if isinstance(one, str) else one
+        self.scheduler.add_request(asked)
+        return asked
+
+    def begin(self, one: Any, lora: int | None = None, **more: Any) -> Any:
+        """Have a request arrive, and step until its first token."""
+        asked = self.add(one, lora, **more)
+        self.step_until(lambda: bool(self.tokens_of(asked.request_id)))
+        return asked
+
+    def answer(self, one: Any, lora: int | None = None, **more: Any) -> Any:
+        """Have a request arrive, and step until nothing is to be done."""
+        asked = self.add(one, lora, **more)
+        self.run()
+        return asked
+
+    def step_until(self, is_reached: Callable[[], bool], steps: int = 200) -> None:
+        for _ in range(steps):
+            if is_reached():
+                return
+            self.step()
+        raise AssertionError("it does not go on")
+
     def step(self) -> dict[str, int]:
         """Schedule once; returns the tokens of each request that are computed in this step."""
         output = self.scheduler.schedule()

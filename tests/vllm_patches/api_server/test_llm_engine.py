@@ -23,7 +23,7 @@ from lora_plugins.vllm_patches.api_server import async_llm, llm_engine
 from lora_plugins.vllm_patches.message_fields import stop_reason
 from lora_plugins.vllm_patches.wrapping import around
 from tests.make import adapter_files, put
-from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
+from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, vllm_config
 
 BROKEN = InvalidAdapter("nothing that can be read", adapter="adapter-1")
 FULL = NoFreeSlot("pinned adapters in every slot", adapter="adapter-1")
@@ -41,8 +41,7 @@ def refused(base: Path, error: LoRAPluginsError, *, pooling: bool) -> EngineCore
     engine = Engine(make_scheduler(vllm_config(base)))
     engine.fails[1] = error
     more = {"pooling_params": PoolingParams(task="embed")} if pooling else {}
-    engine.scheduler.add_request(request("a", 1, **more))
-    engine.run()
+    engine.answer("a", 1, **more)
     sent = MsgpackEncoder().encode(EngineCoreOutputs(outputs=[engine.end_of("a")]))
     received: EngineCoreOutputs = MsgpackDecoder(EngineCoreOutputs).decode(sent)
     return received

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import random
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from unittest import mock
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 from vllm.v1.engine import FinishReason
-from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.request import RequestStatus
 
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter, LoRAPluginsError, NoFreeSlot
@@ -22,6 +20,7 @@ from lora_plugins.vllm_patches.engine_core import engine_core
 from lora_plugins.vllm_patches.message_fields import VERSIONS, error_in
 from tests.scheduler.simulated import held_count
 from tests.vllm_patches.engine_bed import BLOCK, adapter, make_scheduler, request
+from tests.vllm_patches.engine_core.cores import core_of
 from tests.vllm_patches.engine_core.world_workers import SlowEngine, Workers
 
 REST_STEPS = 4000
@@ -51,27 +50,6 @@ class Call:
     @property
     def is_answered(self) -> bool:
         return not isinstance(self.answer, Future) or self.answer.done()
-
-
-class Executor:
-    """Workers that were given nothing past the plan."""
-
-    is_sleeping = False
-
-    def collective_rpc(self, method: str, timeout: Any = None, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return [[]]
-
-
-def core_of(scheduler: Any, batches: Any) -> Any:
-    """An engine core in a process of its own."""
-    core = object.__new__(EngineCoreProc)
-    core.scheduler, core.model_executor = scheduler, Executor()
-    core.engines_running, core.batch_queue, core._idle_state_callbacks = False, batches, []
-    core.output_queue, core.input_queue, core.aborts_queue = queue.Queue(), queue.Queue(), queue.Queue()
-    core._finish_pause = lambda clear_cache: None
-    core._send_abort_outputs = lambda requests: None
-    core.process_input_queue_block, core.is_running = False, lambda: True
-    return core
 
 
 class World:

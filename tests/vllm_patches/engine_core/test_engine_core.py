@@ -31,7 +31,7 @@ from lora_plugins.scheduler.messages import (
     to_plain,
 )
 from lora_plugins.vllm_patches.engine_core import engine_core
-from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, request, vllm_config
+from tests.vllm_patches.engine_bed import Engine, adapter, make_scheduler, vllm_config
 from tests.vllm_patches.put_back import put_back
 
 BROKEN = InvalidAdapter("nothing that can be read", adapter="adapter-1")
@@ -126,11 +126,15 @@ def engine_of(core: Any) -> Engine:
     return engine
 
 
+def proc_of(base: Path, **config: Any) -> tuple[Any, Engine]:
+    """In a process of its own, and its steps."""
+    core = core_of(base, EngineCoreProc, **config)
+    return core, Engine(core.scheduler)
+
+
 @pytest.fixture
 def proc(base: Path) -> tuple[Any, Engine]:
-    """In a process of its own, and its steps."""
-    core = core_of(base, EngineCoreProc, max_loras=2)
-    return core, Engine(core.scheduler)
+    return proc_of(base, max_loras=2)
 
 
 def spec(number: int, uri: str | None = None) -> dict[str, Any]:
@@ -204,9 +208,7 @@ def test_pinned_and_unpinned(proc: tuple[Any, Engine]) -> None:
 
 def test_an_adapter_is_retired_once_unused(proc: tuple[Any, Engine]) -> None:
     core, engine = proc
-    engine.scheduler.add_request(request("a", 1, tokens=4))
-    while not engine.tokens_of("a"):
-        engine.step()
+    engine.begin("a", 1, tokens=4)
     future = core.lora_plugins_retire(1, None)
     engine.step()
     assert not future.done()
@@ -215,18 +217,15 @@ def test_an_adapter_is_retired_once_unused(proc: tuple[Any, Engine]) -> None:
     assert core.lora_plugins_residency() == []
     late = core.lora_plugins_retire(1, BROKEN.plain())
     assert message(late.result(timeout=0)) == Outcome(), "it had been evicted"
-    engine.scheduler.add_request(request("b", 1))
-    engine.run()
+    engine.answer("b", 1)
     assert "nothing that can be read" in engine.end_of("b").stop_reason
 
 
 def test_states_and_figures_arrive_as_they_are(proc: tuple[Any, Engine]) -> None:
     core, engine = proc
-    engine.scheduler.add_request(request("a", 1, tokens=10))
-    while not engine.tokens_of("a"):
-        engine.step()
+    engine.begin("a", 1, tokens=10)
     engine.holds_back = True
-    engine.scheduler.add_request(request("b", 2))
+    engine.add("b", 2)
     engine.step()
     states = {state.engine_id: state for state in message(core.lora_plugins_residency(), list[AdapterState])}
     assert (states[1].held, states[1].running, states[1].size_bytes) == ((), ("a",), 100)
@@ -246,8 +245,7 @@ def test_a_pin_in_a_pause_is_answered_after_it(proc: tuple[Any, Engine], state: 
     engine.run()
     core.scheduler.set_pause_state(PauseState.UNPAUSED)
     assert message(answer_of(engine, future)) == Outcome()
-    engine.scheduler.add_request(request("a", 1))
-    engine.run()
+    engine.answer("a", 1)
     assert len(engine.tokens_of("a")) == 3
 
 
@@ -275,18 +273,14 @@ def test_remove_lora_and_pin_lora_go_by_the_plan(proc: tuple[Any, Engine]) -> No
 
 def test_loaded_in_place_it_is_loaded_beside_what_runs(proc: tuple[Any, Engine]) -> None:
     core, engine = proc
-    engine.scheduler.add_request(request("old", 1, tokens=40))
-    while not engine.tokens_of("old"):
-        engine.step()
+    engine.begin("old", 1, tokens=40)
     again = adapter(1)
     again.load_inplace = True
     loaded = core.add_lora(again)
     while not loaded.done():
         engine.step()
     assert loaded.result() is True
-    engine.scheduler.add_request(request("new", 1))
-    while not engine.tokens_of("new"):
-        engine.step()
+    engine.begin("new", 1)
     assert len(engine.tokens_of("old")) < 40
     engine.run()
     assert sum(isinstance(command, Load) for command in engine.commands) == 2
@@ -296,11 +290,8 @@ def test_loaded_in_place_it_is_loaded_beside_what_runs(proc: tuple[Any, Engine])
 @pytest.mark.timeout(60)
 def test_nothing_waits_for_requests_that_a_pause_stops(base: Path) -> None:
     """A trainer pauses, exchanges weights, and resumes only when its calls have been answered."""
-    core = core_of(base, EngineCoreProc, max_loras=1, max_cpu_loras=1)
-    engine = Engine(core.scheduler)
-    engine.scheduler.add_request(request("a", 1, tokens=10))
-    while not engine.tokens_of("a"):
-        engine.step()
+    core, engine = proc_of(base, max_loras=1, max_cpu_loras=1)
+    engine.begin("a", 1, tokens=10)
     engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     with pytest.raises(NoFreeSlot, match="this pause"):
         answer_of(engine, core.add_lora(adapter(2)))
@@ -332,14 +323,13 @@ def test_a_pause_answers_calls_though_requests_wait(
     base: Path, ask: Callable[[Any], Any], waits: str, state: PauseState
 ) -> None:
     """A trainer resumes only when its calls have been answered; what waited is answered then."""
-    core = core_of(base, EngineCoreProc, max_loras=1, max_cpu_loras=1)
-    engine = Engine(core.scheduler)
+    core, engine = proc_of(base, max_loras=1, max_cpu_loras=1)
     answer_of(engine, core.add_lora(adapter(1)))
     core.scheduler.set_pause_state(state)
     for name in ("a",) if waits == "alone" else ("a", "b"):
-        core.scheduler.add_request(request(name, 1))
+        engine.add(name, 1)
     if waits == "beside others":
-        core.scheduler.add_request(request("base"))
+        engine.add("base")
     engine.run()
     assert answer_of(engine, ask(core)) is True
     assert core.list_loras()
@@ -354,16 +344,13 @@ def test_a_pause_answers_calls_though_requests_wait(
 @pytest.mark.parametrize("runs", [1, None], ids=["an adapter", "the base model"])
 def test_a_load_while_a_pause_drains_is_answered(base: Path, runs: int | None) -> None:
     """`pause_generation(mode="wait")`: what runs goes on to its end, and is not displaced."""
-    core = core_of(base, EngineCoreProc, max_loras=2, max_cpu_loras=2)
-    engine = Engine(core.scheduler)
+    core, engine = proc_of(base, max_loras=2, max_cpu_loras=2)
     for number in (1, 2):
         answer_of(engine, core.add_lora(adapter(number)))
-    core.scheduler.add_request(request("runs", runs, tokens=10))
-    while not engine.tokens_of("runs"):
-        engine.step()
+    engine.begin("runs", runs, tokens=10)
     core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
     for number in (1, 2):
-        core.scheduler.add_request(request(f"held-{number}", number))
+        engine.add(f"held-{number}", number)
     assert answer_of(engine, core.add_lora(adapter(3))) is True
     assert len(engine.tokens_of("runs")) == 10
     core.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -375,12 +362,10 @@ def test_a_load_while_a_pause_drains_is_answered(base: Path, runs: int | None) -
 @pytest.mark.parametrize("is_removed", [False, True])
 def test_weights_given_in_a_pause_replace_what_waits(base: Path, is_removed: bool) -> None:
     """What workers were given nobody can load again: who waits for these weights gets the next ones, as by vLLM."""
-    core = core_of(base, EngineCoreProc, max_loras=1, max_cpu_loras=1)
-    engine = Engine(core.scheduler)
+    core, engine = proc_of(base, max_loras=1, max_cpu_loras=1)
     answer_of(engine, core.collective_rpc("callers_own", args=([[added(1)]],)))
     core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-    core.scheduler.add_request(request("a", 1))
-    engine.run()
+    engine.answer("a", 1)
     changes = [Change(1), added(1)] if is_removed else [added(1)]
     assert answer_of(engine, core.collective_rpc("callers_own", args=([changes],))) == ["done"]
     core.scheduler.set_pause_state(PauseState.UNPAUSED)
@@ -442,27 +427,18 @@ def test_in_process_a_pin_writes_the_slot_at_once(core: Any) -> None:
     assert core.lora_plugins_residency() == []
 
 
-def test_in_process_requests_admitted_meanwhile_are_not_lost(core: Any) -> None:
-    core.scheduler.add_request(request("a", 1))
-    assert core.add_lora(adapter(2)) is True
-    engine = engine_of(core)
-    engine.run()
-    assert len(engine.tokens_of("a")) == 3
-
-
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("runs", [True, False], ids=["running", "held"])
 def test_in_process_an_adapter_in_use_is_removed_at_once(core: Any, runs: bool) -> None:
     """Only its caller could end the request; that goes on, and others may come."""
     engine = engine_of(core)
-    core.scheduler.add_request(request("a", 1, tokens=10))
+    engine.add("a", 1, tokens=10)
     while runs and not engine.tokens_of("a"):
         engine.step()
     assert core.remove_lora(1) is True
     engine.run()
     assert len(engine.tokens_of("a")) == 10
-    core.scheduler.add_request(request("b", 1))
-    engine.run()
+    engine.answer("b", 1)
     assert len(engine.tokens_of("b")) == 3
 
 
@@ -481,7 +457,7 @@ def test_in_process_nothing_waits_for_what_is_in_use(core: Any, ask: Callable[[A
     """All slots and places in host memory have adapters of unfinished requests: it is answered, or refused."""
     engine = engine_of(core)
     for name, number in (("a", 1), ("b", 2)):
-        core.scheduler.add_request(request(name, number, tokens=10))
+        engine.add(name, number, tokens=10)
     while runs and not (engine.tokens_of("a") and engine.tokens_of("b")):
         engine.step()
     try:
@@ -529,8 +505,7 @@ def test_what_callers_add_in_workers_is_planned_when_they_return(proc: tuple[Any
     assert answer_of(engine, future) == ["done", "done"]
     (load,) = engine.commands
     assert (bool(load.spec.given), load.spec.size_bytes) == (True, 140)
-    core.scheduler.add_request(request("a", 1))
-    engine.run()
+    engine.answer("a", 1)
     assert len(engine.tokens_of("a")) == 3
     assert answer_of(engine, core.collective_rpc("callers_own", args=([[Change(1)], [Change(1)]],))) == ["done"] * 2
     engine.run()
@@ -551,11 +526,6 @@ def test_calls_that_touch_no_adapter_return_at_once(proc: tuple[Any, Engine], co
         assert of.collective_rpc("callers_own", args=([[], []],)) == ["done", "done"]
 
 
-def test_what_callers_add_in_their_own_process_is_planned(core: Any) -> None:
-    assert core.collective_rpc("callers_own", None, ([[added(1)]],)) == ["done"]
-    assert [type(command) for command in core.model_executor.commands] == [Load]
-
-
 @pytest.mark.parametrize("of_workers", [[[added(1)], []], [[added(1)], [added(2)]], [[added(1)], [Change(1)]]])
 def test_workers_that_were_given_different_adapters_keep_none(core: Any, of_workers: list[list[Change]]) -> None:
     with pytest.raises(InvalidAdapter, match="different adapters"):
@@ -574,7 +544,8 @@ def test_a_call_that_fails_in_one_worker_leaves_nothing(core: Any) -> None:
 
 def test_what_finds_no_room_is_not_kept_by_workers(base: Path) -> None:
     core = core_of(base, EngineCore, max_loras=1, max_cpu_loras=1)
-    core.collective_rpc("callers_own", args=([[added(1)]],))
+    assert core.collective_rpc("callers_own", args=([[added(1)]],)) == ["done"]
+    assert [type(command) for command in core.model_executor.commands] == [Load]
     with pytest.raises(NoFreeSlot, match="workers were given"):
         core.collective_rpc("callers_own", args=([[added(2)]],))
     assert core.model_executor.forgotten == [{2}]

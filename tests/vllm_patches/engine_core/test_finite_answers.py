@@ -14,7 +14,7 @@ from vllm.v1.request import RequestStatus
 from lora_plugins.vllm_patches.engine_core import finite_answers
 from lora_plugins.vllm_patches.engine_core.scheduler import with_admission
 from lora_plugins.vllm_patches.message_fields import error_in, error_in_tensor
-from tests.vllm_patches.engine_bed import BLOCK, Engine, Make, adapter, request
+from tests.vllm_patches.engine_bed import BLOCK, Engine, Make, adapter
 
 
 def with_nan(engine: Engine, *names: str) -> Engine:
@@ -35,11 +35,15 @@ def with_nan(engine: Engine, *names: str) -> Engine:
     return engine
 
 
+def beside_others(engine: Engine) -> None:
+    for name, lora in (("bad", 1), ("good", 2), ("of-base", None)):
+        engine.add(name, lora, tokens=5)
+    engine.run()
+
+
 def test_a_request_without_numbers_ends_alone(make_engine: Make) -> None:
     engine = with_nan(make_engine(max_loras=2), "bad", "of-base")
-    for name, lora in (("bad", 1), ("good", 2), ("of-base", None)):
-        engine.scheduler.add_request(request(name, lora, tokens=5))
-    engine.run()
+    beside_others(engine)
     end = engine.end_of("bad")
     assert (end.finish_reason, engine.tokens_of("bad")) == (FinishReason.ERROR, [])
     error = error_in(end.stop_reason)
@@ -70,9 +74,7 @@ def ending_nan(kind: type) -> type:
 def test_where_vllm_ends_them_each_is_answered_once(make_engine: Make) -> None:
     kind = with_admission(ending_nan(type(make_engine(is_stock=True).scheduler)))
     engine = with_nan(make_engine(max_loras=2, kind=kind), "bad", "of-base")
-    for name, lora in (("bad", 1), ("good", 2), ("of-base", None)):
-        engine.scheduler.add_request(request(name, lora, tokens=5))
-    engine.run()
+    beside_others(engine)
     ends = sorted((one.request_id, str(one.finish_reason)) for one in engine.outputs if one.finish_reason is not None)
     assert ends == [("bad", "error"), ("good", "length"), ("of-base", "error")]
     assert error_in(engine.end_of("bad").stop_reason) is not None, "with our error"
@@ -81,7 +83,7 @@ def test_where_vllm_ends_them_each_is_answered_once(make_engine: Make) -> None:
 
 def test_an_answer_ends_in_the_middle(make_engine: Make) -> None:
     engine = make_engine()
-    engine.scheduler.add_request(request("bad", 1, tokens=9))
+    engine.add("bad", 1, tokens=9)
     while len(engine.tokens_of("bad")) < 3:
         engine.step()
     with_nan(engine, "bad").run()
@@ -92,7 +94,7 @@ def test_an_answer_ends_in_the_middle(make_engine: Make) -> None:
 def test_a_pooled_result_without_numbers_is_an_error(make_engine: Make) -> None:
     engine = with_nan(make_engine(max_loras=2), "bad")
     for name, lora in (("bad", 1), ("good", 2)):
-        engine.scheduler.add_request(request(name, lora, pooling_params=PoolingParams(task="embed")))
+        engine.add(name, lora, pooling_params=PoolingParams(task="embed"))
     engine.run()
     assert error_in_tensor(engine.end_of("bad").pooling_output) is not None
     assert engine.end_of("good").pooling_output.tolist() == [1.0, 1.0]
@@ -104,31 +106,17 @@ def test_pooled_outputs_of_the_base_model_are_not_looked_at(make_engine: Make, m
     monkeypatch.setattr(finite_answers, "_has_nan", lambda pooled: looked_at.append(pooled.tolist()))
     engine = make_engine(max_loras=2)
     for name, lora in (("good", 1), ("of-base", None)):
-        engine.scheduler.add_request(request(name, lora, pooling_params=PoolingParams(task="embed")))
+        engine.add(name, lora, pooling_params=PoolingParams(task="embed"))
     with_nan(engine, "of-base").run()
     assert looked_at == [[1.0, 1.0]]
     assert engine.end_of("of-base").pooling_output.isnan().any(), "as vLLM computed it"
-
-
-def test_the_second_time_the_version_is_served_no_more(make_engine: Make) -> None:
-    engine = with_nan(make_engine(max_loras=2), "first", "second")
-    for name in ("first", "second", "third"):
-        engine.scheduler.add_request(request(name, 1))
-        engine.scheduler.add_request(request(f"other-{name}", 2))
-        engine.run()
-    error = error_in(engine.end_of("third").stop_reason)
-    assert error is not None
-    assert "2 answers" in error.found
-    assert engine.end_of("other-third").finish_reason is FinishReason.LENGTH
 
 
 def spoilt_twice(make_engine: Make) -> Engine:
     """Two answers of the first generation of adapter 1 were NaN, and its client asks for another."""
     engine = make_engine(max_loras=2)
     with_nan(engine, "first", "second", "fourth", "fifth")
-    for name in ("first", "second", "third"):
-        engine.scheduler.add_request(request(name, 1))
-        engine.run()
+    answers(engine, "first", "second", "third")
     assert ended_well(engine) == set()
     assert "2 answers" in error_of(engine, "third")
     return engine
@@ -151,29 +139,18 @@ def load_again(engine: Engine) -> None:
     assert future.result(timeout=0) is None
 
 
-def test_the_next_generation_of_a_path_is_served(make_engine: Make) -> None:
+def test_the_next_generation_of_a_path_is_judged_by_itself(make_engine: Make) -> None:
     engine = spoilt_twice(make_engine)
     load_again(engine)
-    engine.scheduler.add_request(request("corrected", 1))
-    engine.run()
+    answers(engine, "corrected", "fourth", "fifth", "sixth")
     assert ended_well(engine) == {"corrected"}
-
-
-def test_a_later_generation_is_condemned_for_its_own_answers(make_engine: Make) -> None:
-    engine = spoilt_twice(make_engine)
-    load_again(engine)
-    for name in ("fourth", "fifth", "sixth"):
-        engine.scheduler.add_request(request(name, 1))
-        engine.run()
-    assert ended_well(engine) == set()
     assert all("an answer with" in error_of(engine, name) for name in ("fourth", "fifth"))
     assert "2 answers" in error_of(engine, "sixth")
 
 
 def answers(engine: Engine, *names: str) -> None:
     for name in names:
-        engine.scheduler.add_request(request(name, 1))
-        engine.run()
+        engine.answer(name, 1)
 
 
 def test_numbers_of_a_client_quarantine_no_adapter(make_engine: Make) -> None:
@@ -223,7 +200,7 @@ def test_blocks_of_what_has_ended_leave_the_prefix_cache(make_engine: Make, monk
     engine = make_engine()
     evicted: list[set[int]] = []
     monkeypatch.setattr(engine.scheduler.kv_cache_manager, "evict_blocks", evicted.append)
-    engine.scheduler.add_request(request("bad", 1, prompt=2 * BLOCK + 1))
+    engine.add("bad", 1, prompt=2 * BLOCK + 1)
     with_nan(engine, "bad").run()
     (blocks,) = evicted
     assert len(blocks) == 3

@@ -9,7 +9,7 @@ from vllm.v1.engine import FinishReason
 from lora_plugins.errors import OutOfMemory
 from lora_plugins.scheduler.messages import Activate, Evict, Failed, Load
 from lora_plugins.vllm_patches.message_fields import error_in
-from tests.vllm_patches.engine_bed import Engine, Make, request
+from tests.vllm_patches.engine_bed import Engine, Make
 
 
 def losing(engine: Engine, engine_id: int) -> Engine:
@@ -31,7 +31,7 @@ def losing(engine: Engine, engine_id: int) -> Engine:
 def test_only_the_requests_of_a_lost_adapter_end(make_engine: Make) -> None:
     engine = losing(make_engine(max_loras=2), 1)
     for name, lora in (("lost", 1), ("good", 2), ("of-base", None)):
-        engine.scheduler.add_request(request(name, lora, tokens=5))
+        engine.add(name, lora, tokens=5)
     engine.run()
     end = engine.end_of("lost")
     assert (end.finish_reason, engine.tokens_of("lost")) == (FinishReason.ERROR, [])
@@ -40,7 +40,6 @@ def test_only_the_requests_of_a_lost_adapter_end(make_engine: Make) -> None:
     assert (error.code, error.adapter) == ("L004", "adapter-1")
     assert [len(engine.tokens_of(name)) for name in ("good", "of-base")] == [5, 5]
     assert [it.key for it in engine.commands if isinstance(it, Evict)] == [1]
-    engine.scheduler.add_request(request("later", 1, tokens=5))
-    engine.run()
+    engine.answer("later", 1, tokens=5)
     assert len(engine.tokens_of("later")) == 5, "loaded again"
     assert not engine.scheduler.planner.state.of_request

@@ -18,8 +18,6 @@ from lora_plugins.vllm_patches.engine_core.pausing import pause
 from lora_plugins.vllm_patches.engine_core.request import CLIENT
 from lora_plugins.vllm_patches.message_fields import error_in
 from tests.vllm_patches.engine_bed import Engine, Make, request
-from tests.vllm_patches.engine_core.test_request import V1, V2, asked, begin, load, spans
-from tests.vllm_patches.engine_core.test_request import bed as bed  # noqa: PLC0414 - a fixture
 
 NAME = "adapter-1"
 PAUSES = list(PauseMode)
@@ -28,7 +26,7 @@ PAUSES = list(PauseMode)
 def running(make_engine: Make, **config: Any) -> Engine:
     """An engine in which `runs` has answered three of twenty tokens with adapter 1."""
     engine = make_engine(**config)
-    engine.scheduler.add_request(request("runs", 1, tokens=20))
+    engine.add("runs", 1, tokens=20)
     while len(engine.tokens_of("runs")) < 3:
         engine.step()
     return engine
@@ -36,8 +34,7 @@ def running(make_engine: Make, **config: Any) -> Engine:
 
 def unpaused(make_engine: Make, name: str, tokens: int) -> list[int]:
     engine = make_engine()
-    engine.scheduler.add_request(request(name, 1, tokens=tokens))
-    engine.run()
+    engine.answer(name, 1, tokens=tokens)
     return engine.tokens_of(name)
 
 
@@ -65,7 +62,7 @@ def test_a_pause_that_waits_is_answered_when_none_runs(make_engine: Make) -> Non
     engine = running(make_engine)
     assert pause(engine.scheduler, NAME, PauseMode.WAIT) == ["runs"]
     paused = engine.scheduler.pauses.paused(NAME)
-    engine.scheduler.add_request(request("held", 1))
+    engine.add("held", 1)
     engine.step()
     assert not paused.done()
     engine.run()
@@ -75,7 +72,7 @@ def test_a_pause_that_waits_is_answered_when_none_runs(make_engine: Make) -> Non
 
 def test_what_waits_for_a_slot_waits_for_the_resume(make_engine: Make) -> None:
     engine = running(make_engine, max_loras=1)
-    engine.scheduler.add_request(request("waits", 2))
+    engine.add("waits", 2)
     engine.step()
     assert pause(engine.scheduler, "adapter-2", PauseMode.WAIT) == ["waits"]
     assert engine.scheduler.pauses.paused("adapter-2").done()
@@ -89,7 +86,7 @@ def test_what_waits_for_a_slot_waits_for_the_resume(make_engine: Make) -> None:
 def test_an_abort_names_what_runs_and_what_waits(make_engine: Make) -> None:
     engine = running(make_engine)
     pause(engine.scheduler, NAME, PauseMode.KEEP)
-    engine.scheduler.add_request(request("held", 1))
+    engine.add("held", 1)
     engine.step()
     names = pause(engine.scheduler, NAME, PauseMode.ABORT)
     assert sorted(names) == ["held", "runs"]
@@ -109,8 +106,7 @@ def test_kept_requests_give_up_slot_and_blocks_and_go_on(make_engine: Make) -> N
     had, begun = len(engine.tokens_of("runs")), free()
     assert (paused.done(), had < 6) == (True, True)
     assert begun == engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1, "all but vLLM's own null block"
-    engine.scheduler.add_request(request("other", 2, tokens=30))
-    engine.run()
+    engine.answer("other", 2, tokens=30)
     assert (len(engine.tokens_of("other")), len(engine.tokens_of("runs"))) == (30, had)
     assert "runs" not in engine.known, "workers keep no place for it"
     engine.scheduler.resume(NAME)
@@ -121,7 +117,7 @@ def test_kept_requests_give_up_slot_and_blocks_and_go_on(make_engine: Make) -> N
 def test_kept_requests_in_vllms_queue_are_kept_too(make_engine: Make) -> None:
     engine = make_engine()
     for number in range(12):  # eight run at once
-        engine.scheduler.add_request(request(f"r{number:02}", 1, tokens=10))
+        engine.add(f"r{number:02}", 1, tokens=10)
     for _ in range(4):
         engine.step()
     pause(engine.scheduler, NAME, PauseMode.KEEP)
@@ -135,24 +131,10 @@ def test_kept_requests_in_vllms_queue_are_kept_too(make_engine: Make) -> None:
     assert firsts == sorted(firsts), "in the order in which they came"
 
 
-@pytest.mark.parametrize("mode", PAUSES)
-def test_a_client_that_leaves_ends_what_is_held(make_engine: Make, mode: PauseMode) -> None:
-    engine = running(make_engine)
-    pause(engine.scheduler, NAME, mode)
-    engine.scheduler.add_request(request("held", 1))
-    engine.step()
-    engine.scheduler.finish_requests(["held", "runs"], RequestStatus.FINISHED_ABORTED)
-    engine.run()
-    engine.scheduler.resume(NAME)
-    engine.run()
-    assert (engine.scheduler.requests, engine.tokens_of("held")) == ({}, [])
-
-
 def test_an_unload_answers_what_is_held_and_what_is_kept(make_engine: Make) -> None:
     engine = running(make_engine)
     pause(engine.scheduler, NAME, PauseMode.KEEP)
-    engine.scheduler.add_request(request("held", 1))
-    engine.run()
+    engine.answer("held", 1)
     refusal = NoFreeSlot("unloaded")
     retired = engine.scheduler.planner.retire(1, time.monotonic(), refusal, is_last=True)
     engine.scheduler.resume(NAME)
@@ -163,44 +145,14 @@ def test_an_unload_answers_what_is_held_and_what_is_kept(make_engine: Make) -> N
     assert not engine.scheduler.requests
 
 
-def test_kept_requests_finish_on_a_version_that_was_replaced(make_engine: Make) -> None:
-    """A swap to an engine id of its own retires the old one while nothing of it is in flight."""
-    engine = running(make_engine)
-    pause(engine.scheduler, NAME, PauseMode.KEEP)
-    engine.run()
-    engine.scheduler.planner.retire(1, time.monotonic(), is_last=True)
-    engine.run()
-    engine.scheduler.resume(NAME)
-    engine.run()
-    assert engine.tokens_of("runs") == unpaused(make_engine, "runs", 20)
-    assert 1 not in engine.in_memory
-
-
-def test_kept_requests_go_on_with_what_was_pushed_inflight(bed: Any) -> None:
-    engine = bed(max_loras=2, max_cpu_loras=4)
-    begin(engine, asked("a", V1, tokens=24))
-    pause(engine.scheduler, "adapter-7", PauseMode.KEEP)
-    engine.run()
-    had = len(engine.tokens_of("a"))
-    load(engine, V2, moves=True)
-    engine.scheduler.add_request(asked("held", V1, tokens=2))
-    engine.scheduler.resume("adapter-7")
-    engine.run()
-    assert (len(engine.tokens_of("a")), len(engine.tokens_of("held"))) == (24, 2)
-    assert spans(engine, "a") == [("1" * 64, 0), ("2" * 64, had)]
-    assert spans(engine, "held") == [("2" * 64, 0)]
-
-
 def test_parts_of_running_requests_do_not_wait(make_engine: Make) -> None:
     """Beams: the client's request ends only if the next tokens of its beams are computed."""
     engine = make_engine()
-    first, second = (f"c-{'0' * 16}-beam-{number}-{'a' * 8}" for number in (1, 2))
-    engine.scheduler.add_request(request(first, 1, tokens=1))
-    while not engine.tokens_of(first):
-        engine.step()
+    first, second = part_of("c", 1), part_of("c", 2)
+    engine.begin(first, 1, tokens=1)
     pause(engine.scheduler, NAME, PauseMode.WAIT)
     paused = engine.scheduler.pauses.paused(NAME)
-    engine.scheduler.add_request(request(second, 1, tokens=1))
+    engine.add(second, 1, tokens=1)
     assert not paused.done()
     engine.run(steps=10**6)
     assert (paused.done(), len(engine.tokens_of(second))) == (True, 1)
@@ -289,7 +241,7 @@ def test_a_client_that_leaves_before_its_part_ends_gets_nothing(make_engine: Mak
     engine = make_engine()
     pause(engine.scheduler, NAME, PauseMode.ABORT)
     engine.scheduler.join(NAME, ["c"])
-    engine.scheduler.add_request(request(part_of("c", 1), 1, tokens=1))
+    engine.add(part_of("c", 1), 1, tokens=1)
     engine.scheduler.finish_requests([part_of("c", 1)], RequestStatus.FINISHED_ABORTED)
     engine.run()
     assert (engine.outputs, engine.scheduler.requests) == ([], {})
@@ -299,15 +251,14 @@ def test_an_abort_names_clients_whose_parts_wait_or_are_expected(make_engine: Ma
     engine = make_engine(max_loras=1)
     core: Any = EngineCore.__new__(EngineCore)
     core.scheduler = engine.scheduler
-    engine.scheduler.add_request(request("other", 2, tokens=5))
+    engine.add("other", 2, tokens=5)
     engine.step()
-    engine.scheduler.add_request(request("0_waits", 1, tokens=1))
+    engine.add("0_waits", 1, tokens=1)
     assert from_plain(RequestsOfName, engine_core._pause(core, NAME, "abort")) == RequestsOfName(
         ("0_waits",), ("waits",)
     )
     engine.run()
-    engine.scheduler.add_request(request(part_of("c", 1), 2, tokens=1))
-    engine.run()
+    engine.answer(part_of("c", 1), 2, tokens=1)
     found = from_plain(RequestsOfName, engine_core._pause(core, "adapter-2", "abort"))
     assert found == RequestsOfName((), ("c",)), "its next part is expected"
 
@@ -318,7 +269,7 @@ def test_what_a_dead_api_server_has_asked_for_ends(make_engine: Make) -> None:
     core.scheduler = engine.scheduler
     pause(engine.scheduler, "adapter-2", PauseMode.WAIT)
     for name, adapter, number in (("runs", 1, 3), ("held", 2, 3), ("other", 1, 0)):
-        engine.scheduler.add_request(of_dead := request(name, adapter, tokens=9))
+        engine.add(of_dead := request(name, adapter, tokens=9))
         of_dead.client_index = number
     engine.step()
     engine_core._end_api_server(core, 3)
@@ -331,7 +282,7 @@ def test_what_a_dead_api_server_has_asked_for_ends(make_engine: Make) -> None:
 def test_no_part_joins_in_another_mode(make_engine: Make, mode: PauseMode) -> None:
     engine = make_engine()
     pause(engine.scheduler, NAME, mode)
-    engine.scheduler.add_request(request(part_of("c", 1), 1, tokens=1))
+    engine.add(part_of("c", 1), 1, tokens=1)
     engine.scheduler.join(NAME, ["c"])
     engine.run()
     assert engine.tokens_of(part_of("c", 1)) == []
@@ -339,11 +290,9 @@ def test_no_part_joins_in_another_mode(make_engine: Make, mode: PauseMode) -> No
 
 def test_a_session_that_waits_for_its_next_part_is_held(make_engine: Make) -> None:
     engine = make_engine()
-    engine.scheduler.add_request(request("s", 1, tokens=2, resumable=True))
-    engine.run()
+    engine.answer("s", 1, tokens=2, resumable=True)
     pause(engine.scheduler, NAME, PauseMode.WAIT)
-    engine.scheduler.add_request(request("s", 1, tokens=2, resumable=True))
-    engine.run()
+    engine.answer("s", 1, tokens=2, resumable=True)
     assert len(engine.tokens_of("s")) == 2
     engine.scheduler.resume(NAME)
     engine.run()

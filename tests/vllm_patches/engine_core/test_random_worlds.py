@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -11,24 +11,13 @@ from typing import Any
 import pytest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
-from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
-from lora_plugins.vllm_patches.engine_core import engine_core, pausing
 from tests.repetitions import times
 from tests.vllm_patches.engine_bed import vllm_config
 from tests.vllm_patches.engine_core.random_world import World
-from tests.vllm_patches.put_back import put_back
 
 CHUNKS = 4
-WORLDS = times(10_000, short=240)
-
-
-@pytest.fixture(autouse=True)
-def patched() -> Iterator[None]:
-    with put_back(EngineCore, EngineCoreProc):
-        engine_core.patch()
-        pausing.patch()
-        yield
+WORLDS = times(10_000, short=120)
 
 
 def options_of(base: Path) -> Callable[[Any], Any]:
@@ -52,6 +41,7 @@ def options_of(base: Path) -> Callable[[Any], Any]:
     return options
 
 
+@pytest.mark.usefixtures("patched_core")
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_every_request_and_call_is_answered_rightly(base: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     init_none_hash(sha256)

@@ -9,12 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lora_plugins.vllm_patches.worker import model_runner
-from tests.vllm_patches.engine_bed import BLOCK, Make, request, vllm_config
+from tests.vllm_patches.engine_bed import BLOCK, Make, vllm_config
 
 
 @pytest.fixture
@@ -28,12 +29,21 @@ def patched(monkeypatch: pytest.MonkeyPatch) -> None:
         model_runner.patch()
 
 
+def kv_cache_config(config: Any, spec: Any = None) -> Any:
+    """What an engine makes of a configuration for a model of one layer: of `spec`, or with full attention."""
+    from vllm.v1.engine import core
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    spec = spec or FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    (made,) = core.get_kv_cache_configs(config, [{"layer": spec}], [1 << 30])
+    return made
+
+
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize(("lora", "zeroed"), [(True, 2), (False, 0)])
 def test_only_engines_with_lora_zero_blocks(make_engine: Make, lora: bool, zeroed: int) -> None:
     engine = make_engine(lora=lora)
-    engine.scheduler.add_request(request("a", prompt=BLOCK + 1, tokens=BLOCK))
-    engine.run()
+    engine.answer("a", prompt=BLOCK + 1, tokens=BLOCK)
     blocks = [block for output in engine.sent for block in output.new_block_ids_to_zero or ()]
     assert len(blocks) == len(set(blocks)) == zeroed
 
@@ -42,15 +52,10 @@ def test_only_engines_with_lora_zero_blocks(make_engine: Make, lora: bool, zeroe
 @pytest.mark.parametrize("model", ["Attention", "Mamba"])
 @pytest.mark.parametrize("lora", [True, False])
 def test_copies_say_what_engine_and_model_need(base: Path, model: str, lora: bool) -> None:
-    from vllm.v1.engine import core
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+    from vllm.v1.kv_cache_interface import MambaSpec
 
-    spec = (
-        FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        if model == "Attention"
-        else MambaSpec(block_size=64, shapes=((8,),), dtypes=(torch.float32,))
-    )
-    (made,) = core.get_kv_cache_configs(vllm_config(base, lora=lora), [{"layer": spec}], [1 << 30])
+    mamba = MambaSpec(block_size=64, shapes=((8,),), dtypes=(torch.float32,))
+    made = kv_cache_config(vllm_config(base, lora=lora), mamba if model == "Mamba" else None)
     for config in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert config.needs_kv_cache_zeroing == (lora or model == "Mamba")
 
@@ -59,14 +64,10 @@ def test_copies_say_what_engine_and_model_need(base: Path, model: str, lora: boo
 @pytest.mark.parametrize(("connector", "zeroed"), [("MoRIIOConnector", False), ("NixlConnector", True)])
 def test_what_a_transfer_writes_meanwhile_is_not_zeroed(base: Path, connector: str, zeroed: bool) -> None:
     from vllm.config import KVTransferConfig
-    from vllm.v1.engine import core
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     config = vllm_config(base)
     config.kv_transfer_config = KVTransferConfig(kv_connector=connector, kv_role="kv_both")
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    (made,) = core.get_kv_cache_configs(config, [{"layer": spec}], [1 << 30])
-    assert made.needs_kv_cache_zeroing == zeroed
+    assert kv_cache_config(config).needs_kv_cache_zeroing == zeroed
 
 
 def test_blocks_of_every_kind_are_zeroed_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,14 +144,13 @@ def test_what_vllm_has_zeroed_stays(
 ) -> None:
     """vllm-project/vllm#50283: `needs_kv_cache_zeroing` is true for every model where its switch is on."""
     from vllm.v1.engine import core
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
     vllms = of_vllm if kind == "field" else property(lambda _: of_vllm)
     monkeypatch.setattr(KVCacheConfig, "needs_kv_cache_zeroing", vllms)
     monkeypatch.setattr(core, "get_kv_cache_configs", core.get_kv_cache_configs)
     model_runner.patch()
-    spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-    (made,) = core.get_kv_cache_configs(vllm_config(base, lora=lora), [{"layer": spec}], [1 << 30])
+    made = kv_cache_config(vllm_config(base, lora=lora))
     for config in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
         assert config.needs_kv_cache_zeroing == (of_vllm or lora)
 
