@@ -37,30 +37,23 @@ def planner_of(base: Path, **flags: Any) -> Any:
 
 
 @pytest.mark.usefixtures("pointed")
-@pytest.mark.parametrize("flags", [{}, {"max_loras": 4}])
-def test_unset_places_are_a_batchs_within_a_budget(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, int]
-) -> None:
-    limit = tmp_path / "memory.max"
-    limit.write_text("4000000\n")
-    monkeypatch.setattr(engine_args, "_LIMITS", (limit,))
-    state = planner_of(base, gpu_memory_utilization=0.5, **flags).state
-    assert (state.slots.copied, state.slots.pointed) == (flags.get("max_loras", 1), SEQUENCES)
-    assert (state.cache.max_adapters, state.cache.max_bytes) == (SEQUENCES, 1_000_000)
-
-
-@pytest.mark.usefixtures("pointed")
 @pytest.mark.parametrize(
     ("flags", "max_bytes"),
-    [({"gpu_memory_utilization": 0.9}, 400_000), ({"kv_cache_memory_bytes": 3_000_000}, 250_000)],
+    [
+        ({"gpu_memory_utilization": 0.5}, 1_000_000),
+        ({"gpu_memory_utilization": 0.9, "max_loras": 4}, 400_000),
+        ({"kv_cache_memory_bytes": 3_000_000}, 250_000),
+    ],
 )
-def test_the_budget_is_of_memory_that_vllm_leaves(
+def test_unset_places_are_a_batchs_within_what_vllm_leaves(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], max_bytes: int
 ) -> None:
     limit = tmp_path / "memory.limit_in_bytes"  # of cgroup v1
     limit.write_text("4000000\n")
     monkeypatch.setattr(engine_args, "_LIMITS", (tmp_path / "absent", limit))
-    assert planner_of(base, **flags).state.cache.max_bytes == pytest.approx(max_bytes, abs=1)
+    state = planner_of(base, **flags).state
+    assert (state.slots.copied, state.slots.pointed) == (flags.get("max_loras", 1), SEQUENCES)
+    assert (state.cache.max_adapters, state.cache.max_bytes) == (SEQUENCES, pytest.approx(max_bytes, abs=1))
 
 
 @pytest.mark.usefixtures("pointed")

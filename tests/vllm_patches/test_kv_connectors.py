@@ -42,13 +42,10 @@ def test_connectors_by_tokens_alone_are_refused(base: Path, name: str) -> None:
     assert "OffloadingConnector" in refused.value.remedy
 
 
-def test_one_behind_a_multi_connector_is_refused(base: Path) -> None:
+def test_one_behind_another_and_a_subclass_are_refused(base: Path) -> None:
     children = [{"kv_connector": one, "kv_role": "kv_both"} for one in ("DecodeBenchConnector", "ExampleConnector")]
     with pytest.raises(InvalidSettings, match=r"the KV connector ExampleConnector"):
         start(base, "MultiConnector", connectors=children)
-
-
-def test_a_subclass_of_one_is_refused(base: Path) -> None:
     with pytest.raises(InvalidSettings, match=r"the KV connector Subclass"):
         start(base, "SubclassOfExample", module=MODULE)
 

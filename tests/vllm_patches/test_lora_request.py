@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.worker.gpu import lora_utils
 
 from lora_plugins.vllm_patches import lora_request
+from tests.vllm_patches.put_back import put_back
 
 
 def request(adapter_id: int, path: str) -> LoRARequest:
@@ -18,50 +20,43 @@ def request(adapter_id: int, path: str) -> LoRARequest:
 
 
 @pytest.fixture(autouse=True)
-def _restored(monkeypatch) -> None:
-    monkeypatch.setattr(InputProcessor, "_get_mm_identifier", InputProcessor._get_mm_identifier)
+def restored(monkeypatch) -> Iterator[None]:
+    monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", kv_cache_utils._gen_lora_extra_hash_keys)
+    with put_back(LoRARequest, InputProcessor):
+        yield
 
 
-def test_vllm_takes_two_versions_for_one_and_we_do_not(monkeypatch) -> None:
-    vllms = (LoRARequest.__eq__, LoRARequest.__hash__)
+def test_vllm_takes_two_versions_for_one_and_we_do_not() -> None:
     old, new = request(1, "/store/aa"), request(2, "/store/bb")
-    try:
-        lora_request.distinguish_versions()
-        assert len({old, new, request(1, "/store/aa")}) == 2
-        assert old == request(1, "/elsewhere")
-        assert old != "sql"
-    finally:
-        LoRARequest.__eq__, LoRARequest.__hash__ = vllms
+    lora_request.distinguish_versions()
+    assert len({old, new, request(1, "/store/aa")}) == 2
+    assert old == request(1, "/elsewhere")
+    assert old != "sql"
 
 
 def test_each_generation_counts_among_a_batchs_adapters() -> None:
     """With `--specialize-active-lora` the second model runner takes the kernels' grid by this number."""
     requests = {"before": request(1, "/store/aa"), "after": request(2, "/store/bb"), "moved": request(2, "/store/bb#m")}
-    vllms = (LoRARequest.__eq__, LoRARequest.__hash__)
-    try:
-        lora_request.distinguish_versions()
-        state = lora_utils.LoraState(max_num_reqs=4)
-        for index, (name, of) in enumerate(requests.items()):
-            state.add_request(name, index, of)
-        found = lora_utils.get_num_active_loras_for_dispatch(object(), state, list(requests), False)
-    finally:
-        LoRARequest.__eq__, LoRARequest.__hash__ = vllms
-    assert found == 2
+    lora_request.distinguish_versions()
+    state = lora_utils.LoraState(max_num_reqs=4)
+    for index, (name, of) in enumerate(requests.items()):
+        state.add_request(name, index, of)
+    assert lora_utils.get_num_active_loras_for_dispatch(object(), state, list(requests), False) == 2
 
 
 def test_prefixes_are_keyed_by_path_in_every_vllm(monkeypatch) -> None:
     """Up to 0.30 vLLM's keys hold the name only."""
     monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", _as_in_0_30)
-    distinguish_and_restore()
+    lora_request.distinguish_versions()
     keys = kv_cache_utils._gen_lora_extra_hash_keys
     old, new = (keys(SimpleNamespace(lora_request=request(n, path))) for n, path in ((1, "/aa"), (2, "/bb")))
     assert old != new
     assert keys(SimpleNamespace(lora_request=None)) == []
 
 
-def test_vllms_keys_are_kept_where_they_hold_the_path(monkeypatch) -> None:
+def test_vllms_keys_are_kept_where_they_hold_the_path() -> None:
     before = kv_cache_utils._gen_lora_extra_hash_keys
-    distinguish_and_restore()
+    lora_request.distinguish_versions()
     assert kv_cache_utils._gen_lora_extra_hash_keys is before
     old, new = (before(SimpleNamespace(lora_request=request(n, path))) for n, path in ((1, "/aa"), (2, "/bb")))
     assert old != new
@@ -75,7 +70,7 @@ def test_what_a_tower_has_seen_is_keyed_by_path() -> None:
 
     aa, bb = "/store/" + "a" * 64, "/store/" + "b" * 64
     old, new, again, *elsewhere = (request(n, path) for n, path in enumerate((aa, bb, aa, "/aa", "/aa"), 1))
-    distinguish_and_restore()
+    lora_request.distinguish_versions()
     none, of_old, of_new, of_again, *of_elsewhere = identifiers(with_towers=True)
     assert none == "image"
     assert len({none, of_old, of_new, *of_elsewhere}) == 5, "outside the store, each load is of its own"
@@ -89,19 +84,11 @@ def test_keys_of_name_and_identity_are_kept(monkeypatch, whose) -> None:
     """vllm-project/vllm#48352, not merged when this was written: ours would take its identity out of the keys."""
     upstreams = globals()[whose]
     monkeypatch.setattr(kv_cache_utils, "_gen_lora_extra_hash_keys", upstreams)
-    distinguish_and_restore()
+    lora_request.distinguish_versions()
     keys = kv_cache_utils._gen_lora_extra_hash_keys
     assert keys is upstreams
     adapter = SimpleNamespace(lora_name="sql", lora_path="/aa", lora_identity="1f")
     assert keys(SimpleNamespace(lora_request=adapter)) == [("lora", "sql"), ("lora_identity", "1f")]
-
-
-def distinguish_and_restore() -> None:
-    vllms = (LoRARequest.__eq__, LoRARequest.__hash__)
-    try:
-        lora_request.distinguish_versions()
-    finally:
-        LoRARequest.__eq__, LoRARequest.__hash__ = vllms
 
 
 def _as_in_0_30(request) -> list[str]:
