@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from lora_plugins.vllm_patches.api_server import access, base_serving, openai_se
 from lora_plugins.vllm_patches.api_server.lora_resolver import LoRAPluginsResolver
 from tests.make import adapter_files, put
 from tests.resolvers.test_resolver import FakeSource
+from tests.vllm_patches.put_back import put_back
 
 POLICY = """
 [default]
@@ -155,21 +156,15 @@ def _nothing(self: Any) -> None:
 
 
 @pytest.fixture
-def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
     from vllm.entrypoints.serve.engine.serving import BaseServing
 
-    for owner, names in (
-        (BaseServing, ("_check_model", "_maybe_get_adapters")),
-        (PoolingBaseServing, ("_check_model",)),
-        (OpenAIServingModels, ("__init__", "init_static_loras", "load_lora_adapter", "resolve_lora")),
-        (OpenAIServingModels, ("unload_lora_adapter", "show_available_models")),
-    ):
-        for name in names:
-            monkeypatch.setattr(owner, name, vars(owner)[name])  # put back afterwards
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with put_back(BaseServing, PoolingBaseServing, OpenAIServingModels):
+        yield
 
 
 @pytest.fixture
@@ -196,29 +191,20 @@ kinds = pytest.mark.parametrize("kind", ["base", "pooling"])
 
 
 @kinds
-@pytest.mark.parametrize(
-    ("key", "name"),
-    [
-        ("key-a", "team-a/sql"),
-        ("key-a", "shared"),
-        ("key-b", "team-b/chat"),
-        ("key-b", "shared"),
-        ("key-root", "team-b/sql"),
-        ("key-root", "secret"),
-        ("unlisted", "public/x"),
-    ],
-)
-def test_what_one_may_use_is_served(world, kind, key, name):
-    assert world.use(name, key, kind).json() == {"adapter": name}
-    assert world.source.asked == [name]
-    assert world.engine.added == [name]
-
-
-@kinds
-@pytest.mark.parametrize("key", KEYS)
-@pytest.mark.parametrize("name", ["tiny", None, ""])
-def test_every_key_may_use_the_base_model(world, kind, key, name):
-    assert world.use(name, key, kind).json() == {"adapter": None}
+def test_every_key_may_use_its_adapters_and_the_base_model(world, kind):
+    asked = []
+    for key, names in {
+        "key-a": ("team-a/sql", "shared"),
+        "key-b": ("team-b/chat", "shared"),
+        "key-root": ("team-b/sql", "secret"),
+        "unlisted": ("public/x",),
+    }.items():
+        for name in ("tiny", None, ""):
+            assert world.use(name, key, kind).json() == {"adapter": None}
+        for name in names:
+            assert world.use(name, key, kind).json() == {"adapter": name}
+        asked = list(dict.fromkeys([*asked, *names]))
+        assert world.source.asked == world.engine.added == asked
 
 
 # --- what one may not use
@@ -241,11 +227,11 @@ def test_a_forbidden_name_is_answered_like_an_unknown_one(world, kind, key, load
 
 
 @kinds
-@pytest.mark.parametrize("name", ["x/a/b/v1.2", "x/home/secret", "x/tmp/y", "team-b/srv/a.b", "a'\"b"])
-def test_vllm_removes_paths_from_these_texts_too(world, kind, name, monkeypatch):
-    answer = world.use(name, "key-a", kind).text
+def test_vllm_removes_paths_from_these_texts_too(world, kind, monkeypatch):
+    names = ["x/a/b/v1.2", "x/home/secret", "x/tmp/y", "team-b/srv/a.b", "a'\"b"]
+    answers = [world.use(name, "key-a", kind).text for name in names]
     monkeypatch.setattr(Principal, "may_use", lambda *_: True)
-    assert world.use(name, "key-a", kind).text == answer
+    assert [world.use(name, "key-a", kind).text for name in names] == answers
 
 
 @kinds
@@ -286,11 +272,11 @@ def test_an_outage_shows_for_own_names_only(world, kind):
         assert world.use(name, "key-a", kind).status_code == 404
 
 
-@pytest.mark.parametrize("name", ["team-b/sql", "nobody"])
-def test_without_name_validation_a_forbidden_name_is_the_base_model(world, monkeypatch, name):
+def test_without_name_validation_a_forbidden_name_is_the_base_model(world, monkeypatch):
     world.load("team-b/sql")
     monkeypatch.setenv("VLLM_SKIP_MODEL_NAME_VALIDATION", "1")
-    assert world.use(name, "key-a").json() == {"adapter": None}
+    for name in ("team-b/sql", "nobody"):
+        assert world.use(name, "key-a").json() == {"adapter": None}
     assert world.use("team-b/sql", "key-b").json() == {"adapter": "team-b/sql"}
 
 
@@ -322,15 +308,6 @@ def test_at_start_vllm_loads_its_static_modules(world):
     asyncio.run(world.models.init_static_loras())
     assert "team-b/static" in world.listed("key-b")
     assert "team-b/static" not in world.listed("key-a")
-
-
-# --- installing it
-
-
-def test_without_a_policy_every_key_uses_every_adapter(process, tmp_path, vllm_as_it_was):
-    world = World(process, tmp_path, policy=None, keys=KEYS)
-    assert process.policy is None
-    assert world.use("team-b/sql", "key-a").json() == {"adapter": "team-b/sql"}
 
 
 # --- links between the prefixes of tenants
@@ -387,10 +364,9 @@ YES = [404, 200, 200, 200]  # this application has no /v1/loras
 
 
 NO, NEAR, FAR = [403] * 4, ("127.0.0.1", 1), ("10.0.0.7", 1)
-MAY: list[
-    tuple[dict[str, Any], str | None, Any, list[int]]
-] = [  # the server, the key, the caller, and what is answered
-    *[({}, None, client, YES) for client in (NEAR, ("127.9.0.1", 1), ("::1", 1), ("::ffff:127.0.0.1", 1))],
+# The server, the key, the caller, and what is answered.
+MAY: list[tuple[dict[str, Any], str | None, Any, list[int]]] = [
+    *[({}, None, client, YES) for client in (NEAR, ("::ffff:127.0.0.1", 1))],
     ({"uds": "/run/x"}, None, None, YES),
     ({"keys": KEYS}, "key-a", FAR, YES),
     # vLLM asks for no key beside /v1; we do.
@@ -409,7 +385,8 @@ def test_who_may_administer(process, tmp_path, policy, vllm_as_it_was, server, k
     world = World(process, tmp_path, **server | ({"policy": policy} if "policy" in server else {}))
     assert may(world, key=key, client=client) == answers
     if "keys" in server:
-        assert world.use("shared", key).status_code == (401 if key == "nobodys" else 200), "administrators use too"
+        name = "shared" if "policy" in server else "team-b/sql"
+        assert world.use(name, key).status_code == (401 if key == "nobodys" else 200), "administrators use too"
         assert world.use("shared", None).status_code == 401
 
 
@@ -420,16 +397,17 @@ def test_a_page_under_a_name_of_its_own_may_not(process, tmp_path, vllm_as_it_wa
     assert text.startswith("[L008] found a call under a name that is not this machine's own, evil.example:8000")
 
 
-@pytest.mark.parametrize("client", [("10.0.0.7", 1), ("::ffff:10.0.0.7", 1), ("2001:db8::1", 1), None, ("", 0)])
-def test_without_any_key_no_other_machine_may(process, tmp_path, vllm_as_it_was, client):
+def test_without_any_key_no_other_machine_may(process, tmp_path, vllm_as_it_was):
     world = World(process, tmp_path)
-    assert may(world, client=client) == [403] * 4
-    assert world.models.lora_requests == {}
-    text = world.send("GET", "/v1/loras", client=client).json()["error"]["message"]
-    assert text.startswith("[L008] found a caller ")
-    assert "set LORA_PLUGINS_ADMIN_KEY for the server" in text
-    assert world.send("DELETE", "/adapters/new", client=client).json()["error"]["message"] == text
-    assert world.send("POST", ROUTES["base"], client=client, json={"model": "shared"}).json() == {"adapter": "shared"}
+    for client in (("10.0.0.7", 1), ("::ffff:10.0.0.7", 1), ("2001:db8::1", 1), None, ("", 0)):
+        assert may(world, client=client) == [403] * 4
+        assert "new" not in world.models.lora_requests
+        text = world.send("GET", "/v1/loras", client=client).json()["error"]["message"]
+        assert text.startswith("[L008] found a caller ")
+        assert "set LORA_PLUGINS_ADMIN_KEY for the server" in text
+        assert world.send("DELETE", "/adapters/new", client=client).json()["error"]["message"] == text
+        used = world.send("POST", ROUTES["base"], client=client, json={"model": "shared"})
+        assert used.json() == {"adapter": "shared"}
 
 
 def test_with_an_admin_key_loopback_needs_it_too(process, tmp_path, vllm_as_it_was):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import HTTPException
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 from vllm.engine.arg_utils import EngineArgs
@@ -26,7 +28,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from lora_plugins.adapter.chat import AddedToken, Chat, read_chat
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.lifecycle.principal_limits import Share
-from lora_plugins.lifecycle.response import Response, _present
+from lora_plugins.lifecycle.response import Response
 from lora_plugins.process import Process
 from lora_plugins.settings import AdapterChat, Settings
 from lora_plugins.vllm_patches.api_server import adapter_chats
@@ -271,11 +273,6 @@ def test_tokens_that_a_leader_has_lost_stay_lost(processor: InputProcessor) -> N
     assert of_leader.lost_tokens == chat.added_tokens
 
 
-def test_tokens_of_the_base_model_count_for_nothing(processor: InputProcessor) -> None:
-    chat = Chat(added_tokens=(AddedToken(0, "<s>", frozenset({"special"})), AddedToken(1, "</s>")))
-    assert served_chat(processor.tokenizer, 512, chat) == Chat()
-
-
 def test_a_speech_models_own_tokens_are_none_of_its_adapters(tmp_path: Path) -> None:
     """28,940 of them, saved again beside the adapter: only tokens that the base model lacks are counted."""
     write_tokenizer(tmp_path / "base", 512)
@@ -295,32 +292,37 @@ def test_a_speech_models_own_tokens_are_none_of_its_adapters(tmp_path: Path) -> 
     assert served_chat(base, 1 << 20, Chat(added_tokens=many)).lost_tokens == many
 
 
-@pytest.mark.parametrize("single", ["$A", "<s> $A", "$A </s>", "<s> $A </s>"])
-@pytest.mark.parametrize("of_base", ["$A", "<s> $A"])
-def test_prompts_begin_and_end_as_the_adapters_tokenizer_says(tmp_path: Path, single: str, of_base: str) -> None:
-    """Transformers' `add_bos_token` becomes the post-processor that it saves; the judge is `AutoTokenizer`."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str | None], Path]:
+    """A function from the post-processor of a tokenizer, or none, to the folder in which the tokenizer is saved."""
 
-    def saved(name: str, single: str) -> Any:
-        write_tokenizer(tmp_path / name, 512)
-        made = AutoTokenizer.from_pretrained(tmp_path / name)
-        made.backend_tokenizer.post_processor = TemplateProcessing(
+    @cache
+    def save(single: str | None) -> Path:
+        write_tokenizer(folder := tmp_path_factory.mktemp("tokenizer"), 512)
+        processor = single and TemplateProcessing(
             single=single, pair=f"{single} $B:1", special_tokens=[("<s>", 0), ("</s>", 1)]
         )
-        made.save_pretrained(tmp_path / name)
-        return AutoTokenizer.from_pretrained(tmp_path / name)
+        of_file = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        of_file.post_processor = processor
+        of_file.save(str(folder / "tokenizer.json"))
+        return folder
 
-    base, judge = saved("base", of_base), saved("own", single)
-    served = served_chat(base, 512, read_chat(tmp_path / "own"))
-    assert bool(served.post_processor) == (single != of_base)
-    assert tokenizer_of(base, served).encode("quick") == judge.encode("quick")
-    assert tokenizer_of(base, served).encode("quick", add_special_tokens=False) == base.encode(
-        "quick", add_special_tokens=False
-    )
+    return save
+
+
+@pytest.mark.parametrize("single", ["$A", "<s> $A", "$A </s>", "<s> $A </s>", None])
+@pytest.mark.parametrize("of_base", ["$A", "<s> $A"])
+def test_prompts_begin_and_end_as_the_adapters_tokenizer_says(
+    saved: Callable[[str | None], Path], single: str | None, of_base: str
+) -> None:
+    """Transformers' `add_bos_token` becomes the post-processor that it saves; the judge is `AutoTokenizer`."""
+    base, judge = (AutoTokenizer.from_pretrained(saved(it)) for it in (of_base, single))
+    served = served_chat(base, 512, read_chat(saved(single)))
+    assert single is None or bool(served.post_processor) == (single != of_base)
+    ours = tokenizer_of(base, served)
+    assert ours.encode("quick") == judge.encode("quick")
+    assert ours.encode("quick", add_special_tokens=False) == base.encode("quick", add_special_tokens=False)
     assert served.warning is None
-    nothing = json.loads((tmp_path / "own" / "tokenizer.json").read_text()) | {"post_processor": None}
-    (tmp_path / "own" / "tokenizer.json").write_text(json.dumps(nothing))
-    served = served_chat(base, 512, read_chat(tmp_path / "own"))
-    assert tokenizer_of(base, served).encode("quick") == AutoTokenizer.from_pretrained(tmp_path / "own").encode("quick")
 
 
 @pytest.mark.parametrize("token", [600, None])
@@ -344,17 +346,12 @@ def test_a_post_processor_that_cannot_be_taken_is_named(processor: InputProcesso
     ],
 )
 def test_a_request_is_warned_of_what_is_not_used(
-    process: Process, processor: InputProcessor, store: Path, brings: dict[str, Any], said: str
+    process: Process, processor: InputProcessor, store: Path, response: Response, brings: dict[str, Any], said: str
 ) -> None:
     path = Path(write(store / DIGEST, TEMPLATE, eos_ids=brings.get("eos_ids")))
     (path / "tokenizer.json").write_bytes(brings.get("tokens", b"{}"))
     process.models = lambda: Table(sql=str(path))
     adapter_chats.know_tokenizer(process.resolver.chats, processor.renderer, processor.model_config)
-    response = Response()
-    token = _present.set(response)
-    try:
-        rendered(process, processor, "sql")
-    finally:
-        _present.reset(token)
+    rendered(process, processor, "sql")
     assert said in "".join(response.warnings)
     assert ids_of(processor, str(path)).all_stop_token_ids == ids_of(processor, "").all_stop_token_ids

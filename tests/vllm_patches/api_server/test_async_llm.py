@@ -19,7 +19,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter, LoRAPluginsError, NoFreeSlot
 from lora_plugins.events import Events, NotServed, RequestServed
-from lora_plugins.lifecycle import response as response_module
 from lora_plugins.lifecycle.response import Response
 from lora_plugins.process import Process
 from lora_plugins.scheduler.messages import AdapterState
@@ -111,14 +110,6 @@ def told(process: Process) -> list[Any]:
     told: list[Any] = []
     process.events = Events(told.append)
     return told
-
-
-@pytest.fixture
-def response() -> Iterator[Response]:
-    present = Response()
-    token = response_module._present.set(present)
-    yield present
-    response_module._present.reset(token)
 
 
 # --- whom a question reaches ---

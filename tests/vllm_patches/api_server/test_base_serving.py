@@ -24,7 +24,6 @@ from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 from vllm.lora.request import LoRARequest
 
 from lora_plugins.api.access.policy import Policy
-from lora_plugins.lifecycle import response as response_module
 from lora_plugins.lifecycle.response import HEADER, AnswerForAdapters, Response
 from lora_plugins.process import Process
 from lora_plugins.settings import Settings
@@ -121,29 +120,19 @@ def test_a_version_is_said_where_vllm_says_no_fingerprint(store: Path, fingerpri
     assert fingerprints(seen.text) == said
 
 
-def test_each_chunk_says_its_versions_after_a_move() -> None:
-    response = Response()
-    token = response_module._present.set(response)
-    try:
-        before = json.loads(chunk())
-        response.spans = [(OLD, 0), (NEW, 3)]
-        after = [json.loads(chunk()), *(json.loads(one.model_dump_json(exclude_none=True)) for one in whole())]
-    finally:
-        response_module._present.reset(token)
+def test_each_chunk_says_its_versions_after_a_move(response: Response) -> None:
+    before = json.loads(chunk())
+    response.spans = [(OLD, 0), (NEW, 3)]
+    after = [json.loads(chunk()), *(json.loads(one.model_dump_json(exclude_none=True)) for one in whole())]
     assert "kv_transfer_params" not in before
     assert [one["kv_transfer_params"] for one in after] == [{"lora_versions": [[OLD, 0], [NEW, 3]]}] * 4
 
 
-def test_what_a_connector_says_goes_on_to_another_engine_alone() -> None:
+def test_what_a_connector_says_goes_on_to_another_engine_alone(response: Response) -> None:
     """A proxy puts the `kv_transfer_params` of a prefill's answer into the request to the engine that decodes."""
     params = {"do_remote_prefill": True, "remote_block_ids": [1, 2]}
-    response = Response()
-    token = response_module._present.set(response)
-    try:
-        response.spans = [(OLD, 0), (NEW, 3)]
-        made = whole(kv_transfer_params=params | {"lora_versions": response.spans})[:2]
-    finally:
-        response_module._present.reset(token)
+    response.spans = [(OLD, 0), (NEW, 3)]
+    made = whole(kv_transfer_params=params | {"lora_versions": response.spans})[:2]
     assert [one.kv_transfer_params for one in made] == [params, params]
 
 
@@ -162,18 +151,10 @@ def test_the_base_model_and_unknown_versions_say_nothing(store: Path, model: str
     assert (HEADER in seen.headers, set(fingerprints(seen.text))) == (False, {None})
 
 
-def test_a_serving_class_without_fingerprint_is_left_alone(store: Path) -> None:
+def test_a_serving_class_without_fingerprint_is_left_alone(store: Path, response: Response) -> None:
     one = BaseServing(Models(sql=f"{store}/{OLD}"), SimpleNamespace())  # type: ignore[arg-type]
-    app = FastAPI()
-
-    @app.post("/")
-    async def answer(body: dict[str, Any]) -> Any:
-        one._maybe_get_adapters(SimpleNamespace(**body))
-        return json.loads(chunk())
-
-    app.add_middleware(AnswerForAdapters, answer=None)
-    seen = TestClient(app).post("/", json={"model": "sql"})
-    assert (seen.headers[HEADER], "system_fingerprint" in seen.json()) == (OLD, False)
+    one._maybe_get_adapters(SimpleNamespace(model="sql"))
+    assert (response.digest, "system_fingerprint" in json.loads(chunk())) == (OLD, False)
 
 
 def test_outside_of_a_request_a_response_is_vllms_own() -> None:
@@ -219,16 +200,17 @@ def test_an_adapter_beside_the_bases_name_is_refused(field: str, value: Any) -> 
         assert text in str(refused.value)
 
 
-def test_a_number_of_an_adapter_is_no_name_to_send() -> None:
-    request = completion.CompletionRequest(model="base", prompt="x", lora_int_id=1)
-    with pytest.raises(VLLMClientError, match=r'"lora_int_id": 1.*send the adapter.s name as the "model"'):
-        serving()._maybe_get_adapters(request)
-
-
-def test_a_file_in_such_a_field_is_refused_too() -> None:
-    """Of a form, as transcriptions are asked for."""
-    request = completion.CompletionRequest(model="base", prompt="x", adapter=UploadFile(BytesIO(b"x"), filename="sql"))
-    with pytest.raises(VLLMClientError, match=r'"adapter": "UploadFile'):
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ({"lora_int_id": 1}, r'"lora_int_id": 1.*send the adapter.s name as the "model"'),
+        ({"adapter": UploadFile(BytesIO(b"x"), filename="sql")}, r'"adapter": "UploadFile'),  # of a form
+    ],
+    ids=["a number", "a file"],
+)
+def test_a_number_or_a_file_is_no_name_to_send(field: dict[str, Any], says: str) -> None:
+    request = completion.CompletionRequest(model="base", prompt="x", **field)
+    with pytest.raises(VLLMClientError, match=says):
         serving()._maybe_get_adapters(request)
 
 
@@ -272,12 +254,11 @@ def test_fields_are_ignored_beside_an_adapter_and_by_setting(patched: Process) -
         ("base", {"stream": True}, False),
     ],
 )
-def test_only_a_stream_for_an_adapter_is_held_back(patched: Process, adapter: str, more: Any, held: bool) -> None:
+def test_only_a_stream_for_an_adapter_is_held_back(
+    patched: Process, response: Response, adapter: str, more: Any, held: bool
+) -> None:
     patched.is_manager_patched = True
-    response = Response()
-    token = response_module._present.set(response)
     found = serving(sql="/adapters/sql")._maybe_get_adapters(SimpleNamespace(model=adapter, **more))
-    response_module._present.reset(token)
     assert (found is None, response.is_held) == (adapter == "base", held)
 
 
@@ -300,13 +281,13 @@ def test_without_a_request_an_unknown_name_is_vllms_error(patched: Process) -> N
 
 
 @pytest.mark.parametrize(("is_blocked", "status"), [(False, 503), (True, 404)])
+@pytest.mark.usefixtures("response")
 @pytest.mark.parametrize("may_use", [True, False])
 def test_a_name_unloaded_after_its_check_is_refused(
     patched: Process, monkeypatch: pytest.MonkeyPatch, store: Path, is_blocked: bool, status: int, may_use: bool
 ) -> None:
     """vLLM looks a name up twice; one that an unload takes in between is no name that does not exist."""
     patched.is_manager_patched = True
-    monkeypatch.setattr(response_module, "_present", SimpleNamespace(get=Response))
     if is_blocked:
         block(store, "sql")
     monkeypatch.setattr(base_serving, "may_use", lambda _: may_use)
@@ -345,6 +326,7 @@ def pooling(models: Models) -> PoolingBaseServing:
     return made  # type: ignore[no-any-return]
 
 
+@pytest.mark.usefixtures("response")
 def test_pooling_answers_404_for_a_name_nobody_has(patched: Process, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pooling's check lets every name pass, so one that was never there must not look like one that was unloaded."""
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
@@ -364,7 +346,6 @@ def test_pooling_answers_404_for_a_name_nobody_has(patched: Process, monkeypatch
         models.lora_requests = known
 
     models.resolve_lora = resolve_lora
-    monkeypatch.setattr(response_module, "_present", SimpleNamespace(get=Response))
     io_processor: Any = SimpleNamespace(create_pooling_params=unload)
 
     def asked(name: str) -> Any:

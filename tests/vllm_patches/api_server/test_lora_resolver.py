@@ -11,7 +11,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lora_plugins.adapter.fit import BaseModel
 from lora_plugins.adapter.names import adapter_id
 from lora_plugins.api.access.policy import Policy
 from lora_plugins.api.access.principals import principal_of_request
@@ -263,9 +262,5 @@ def test_the_base_model_is_read_off_the_server():
     assert (base.path, base.served_names, base.aliases) == ("org/tiny", ("tiny", "tiny-2"), ("alias",))
     assert (base.max_rank, base.lora_enabled) == (64, True)
     assert base.model is None, "the engine has not been asked"
-
-
-def test_a_server_without_lora_is_seen():
     base = describe_base(served(None), Settings())
-    assert isinstance(base, BaseModel)
     assert (base.max_rank, base.lora_enabled) == (None, False)

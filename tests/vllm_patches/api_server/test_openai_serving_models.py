@@ -74,6 +74,11 @@ class Models(OpenAIServingModels):
         return await self.unload_lora_adapter(SimpleNamespace(lora_name=name))
 
 
+def served() -> tuple[World, Models]:
+    world = World()
+    return world, Models(world)
+
+
 @pytest.fixture(autouse=True)
 def patched(process: Process) -> None:
     process.settings = Settings()
@@ -83,13 +88,12 @@ def patched(process: Process) -> None:
 
 @runs
 async def test_a_resolved_name_is_served_and_known() -> None:
-    world = World()
-    models = Models(world)
+    world, models = served()
     world.resolver.has["sql"] = Version("aa")
     request = await models.resolve_lora("sql")
     assert await world.ask("sql") == "/store/aa"
-    served = world.lifecycle.registry.get("sql")
-    assert (served.request, served.version) == (request, Version("aa"))
+    known = world.lifecycle.registry.get("sql")
+    assert (known.request, known.version) == (request, Version("aa"))
     assert world.written == 1, "it will be there after a restart"
     assert models.engine_client.own == []
 
@@ -104,8 +108,8 @@ async def test_other_packages_resolvers_are_asked_after_our_sources() -> None:
     assert others.asked == []
     assert (await models.resolve_lora("theirs")).lora_path == "/others/theirs"
     assert (others.asked, [it.lora_name for it in models.engine_client.own]) == (["theirs"], ["theirs"])
-    served = world.lifecycle.registry.get("theirs")
-    assert (served.request.lora_path, served.version) == ("/others/theirs", None)
+    known = world.lifecycle.registry.get("theirs")
+    assert (known.request.lora_path, known.version) == ("/others/theirs", None)
 
 
 @runs
@@ -119,8 +123,7 @@ async def test_without_sources_of_ours_no_name_counts_as_unknown(tmp_path: Path)
 
 @runs
 async def test_the_base_models_name_of_a_load_outlives_swaps() -> None:
-    world = World()
-    models = Models(world)
+    world, models = served()
     models.base_model_paths.append(SimpleNamespace(name="base"))
     world.resolver.has["/by/hand"] = Version("aa")
     await models.load("mine", "/by/hand", "base")
@@ -172,8 +175,7 @@ async def test_an_unknown_name_stays_vllms_answer() -> None:
 @runs
 async def test_requests_at_once_share_a_refused_turn() -> None:
     """VLLM's lock for the name would have each take a turn of its own, which nobody remembers."""
-    world = World()
-    models = Models(world)
+    world, models = served()
 
     async def busy(name: str, *_: Any) -> None:
         world.resolver.asked.append(name)
@@ -231,8 +233,7 @@ async def test_an_operators_load_by_path_ends_a_block(monkeypatch: pytest.Monkey
 
 @runs
 async def test_a_version_by_its_digest_is_served_beside() -> None:
-    world = World()
-    models = Models(world)
+    world, models = served()
     old, new = "aa" * 16, "bb" * 16
     world.resolver.has["sql"] = Version(old)
     await models.resolve_lora("sql")
@@ -332,8 +333,8 @@ async def test_a_load_by_path_is_a_version() -> None:
     for step, (digest, written) in enumerate((("aa", 1), ("aa", 1), ("bb", 2))):
         world.resolver.has["/by/hand"] = Version(digest)
         assert "added successfully" in await models.load("mine", "/by/hand", in_place=bool(step))
-        served = world.lifecycle.registry.get("mine")
-        assert (served.version, served.request) == (Version(digest), world.table.lora_requests["mine"])
+        known = world.lifecycle.registry.get("mine")
+        assert (known.version, known.request) == (Version(digest), world.table.lora_requests["mine"])
         assert await world.ask("mine") == f"/store/{digest}"
         assert world.written == written, "it will be there after a restart"
     _, card = (await models.show_available_models()).data
@@ -342,8 +343,7 @@ async def test_a_load_by_path_is_a_version() -> None:
 
 @runs
 async def test_a_load_in_place_is_a_swap() -> None:
-    world = World()
-    models = Models(world)
+    world, models = served()
     await models.load("mine", "/workers/hand-1")
     running = world.start("mine", 10)
     await world.settled()
@@ -378,8 +378,7 @@ async def test_an_unload_frees_what_vllm_takes_out() -> None:
 
 @runs
 async def test_loads_and_unloads_do_not_wait_for_the_disk() -> None:
-    world = World()
-    models = Models(world)
+    world, models = served()
     world.lifecycle.written = asyncio.Event().wait
     async with asyncio.timeout(1):
         await models.load("mine", "/by/hand")
@@ -408,8 +407,7 @@ async def test_without_lora_everything_is_vllms_own() -> None:
 
 @runs
 async def test_loads_at_once_each_answer_their_own_error() -> None:
-    world = World()
-    models = Models(world)
+    world, models = served()
 
     async def refuse(request: Any, **_: Any) -> None:
         await asyncio.sleep(0.01)

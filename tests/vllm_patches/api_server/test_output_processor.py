@@ -22,7 +22,7 @@ from vllm.v1.metrics.stats import IterationStats
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.access.principals import principal_of_request
 from lora_plugins.events import Events, RequestEnded
-from lora_plugins.lifecycle.principal_limits import Rate
+from lora_plugins.lifecycle.principal_limits import Rate, Rates
 from lora_plugins.process import Process
 from lora_plugins.settings import Settings
 from lora_plugins.vllm_patches.api_server import output_processor
@@ -165,14 +165,20 @@ def test_an_aborted_answer_counts_what_was_generated(ended: list[RequestEnded]) 
     assert tokens(ended) == [(adapter(1).lora_name, 2, 1)]
 
 
-def test_an_answer_takes_the_tokens_of_its_key(ended: list[RequestEnded], monkeypatch: pytest.MonkeyPatch) -> None:
+def limited(monkeypatch: pytest.MonkeyPatch, *choices: int) -> tuple[Rates, Rate, list[Asked]]:
+    """The rates of a process in standing time, and requests of a key that has 60 tokens a minute."""
     monkeypatch.setattr(RequestState, "__init__", RequestState.__init__)
     output_processor.patch()
     rates, rate = output_processor.this_process().rates, Rate("a", tokens_per_minute=60)
     rates.clock = lambda: 1000.0
     token = principal_of_request.set(Principal("a", (), rate=rate))
-    asked = Asked(RequestOutputKind.FINAL_ONLY, choices=2)
+    asked = [Asked(RequestOutputKind.FINAL_ONLY, choices=many) for many in choices]
     principal_of_request.reset(token)  # outputs are read for no request
+    return rates, rate, asked
+
+
+def test_an_answer_takes_the_tokens_of_its_key(ended: list[RequestEnded], monkeypatch: pytest.MonkeyPatch) -> None:
+    rates, rate, (asked,) = limited(monkeypatch, 2)
     rates.spend(rate, 54)
     asked.answers(0, ends=True)
     assert rates.wait(rate) == ("", 0)  # 54, two of the prompt, one generated
@@ -198,13 +204,7 @@ def test_a_request_that_never_ran_counts_nothing(ended: list[RequestEnded]) -> N
 def test_a_client_that_leaves_early_pays_its_prompt(
     choices: int, ended: list[RequestEnded], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RequestState, "__init__", RequestState.__init__)
-    output_processor.patch()
-    rates, rate = output_processor.this_process().rates, Rate("a", tokens_per_minute=60)
-    rates.clock = lambda: 1000.0
-    token = principal_of_request.set(Principal("a", (), rate=rate))
-    aborted, refused = (Asked(RequestOutputKind.FINAL_ONLY, choices=many) for many in (choices, 1))
-    principal_of_request.reset(token)
+    rates, rate, (aborted, refused) = limited(monkeypatch, choices, 1)
     rates.spend(rate, 57)
     refused.processor.process_outputs([EngineCoreOutput("r", [], finish_reason=FinishReason.ERROR)])
     assert rates.wait(rate) == ("", 0)

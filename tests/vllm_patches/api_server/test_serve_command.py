@@ -75,17 +75,20 @@ def test_a_policy_is_not_left_out_by_rust(serve: Serve, tmp_path: Path, variable
         serve(MANAGER, **RUST, **{variable: str(tmp_path / "file")})
 
 
-@pytest.mark.parametrize("options", [(), ("--grpc",)], ids=["Rust", "gRPC"])
-def test_manager_and_kernels_run_with_any_front_end(serve: Serve, options: tuple[str, ...]) -> None:
-    serve(f"{MANAGER},{KERNELS}", *options, **RUST)
-
-
-def test_engines_without_a_server_may_have_any_front_end(serve: Serve) -> None:
-    serve(f"{MANAGER},{RESOLVER}", "--headless", **RUST)
-
-
-def test_vllms_own_server_is_not_refused(serve: Serve) -> None:
-    serve(f"{MANAGER},{RESOLVER},{ADMIN}", VLLM_USE_RUST_FRONTEND="0")
+@pytest.mark.parametrize(
+    ("plugins", "options", "env"),
+    [
+        (f"{MANAGER},{KERNELS}", (), RUST),
+        (f"{MANAGER},{KERNELS}", ("--grpc",), RUST),
+        (f"{MANAGER},{RESOLVER}", ("--headless",), RUST),
+        (f"{MANAGER},{RESOLVER},{ADMIN}", (), {"VLLM_USE_RUST_FRONTEND": "0"}),
+    ],
+    ids=["Rust", "gRPC", "engines without a server", "vLLM's own server"],
+)
+def test_front_ends_that_lack_nothing_are_not_refused(
+    serve: Serve, plugins: str, options: tuple[str, ...], env: dict[str, str]
+) -> None:
+    serve(plugins, *options, **env)
 
 
 UPDATING = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
