@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 from torch.distributed import HashStore
@@ -15,8 +15,7 @@ from lora_plugins.worker.agreement import Agreement
 BROKEN, AWAY = InvalidAdapter("nothing that can be read"), SourceUnavailable("slow")
 
 
-def workers(count: int, asked: int = 0, store: Any = None) -> list[Agreement]:
-    store = store or HashStore()
+def workers(count: int, asked: int, store: HashStore) -> list[Agreement]:
     return [Agreement(rank, count, store, "engine", is_reporting=rank == asked) for rank in range(count)]
 
 
@@ -25,12 +24,19 @@ def done(worker: Agreement, report: Report) -> None:
     worker.done_here(report)
 
 
-def loaded(job: int = 1, size_bytes: int = 10, load_s: float = 0.1, *, is_instant: bool = False) -> Loaded:
-    return Loaded(job, size_bytes, is_instant, load_s)
+def loaded(
+    job: int = 1, size_bytes: int = 10, load_s: float = 0.1, *, rank: int = 0, is_instant: bool = False
+) -> Loaded:
+    return Loaded(job, size_bytes, is_instant, load_s, rank)
 
 
-def keys_left(store: Any) -> int:
-    return int(store.num_keys())
+@pytest.fixture
+def store() -> Iterator[HashStore]:
+    """Nothing of what workers publish is left in it."""
+    made = HashStore()
+    before = made.num_keys()
+    yield made
+    assert made.num_keys() == before
 
 
 def test_one_worker_needs_no_store() -> None:
@@ -46,15 +52,14 @@ def test_one_worker_needs_no_store() -> None:
 
 
 def test_the_larger_and_the_slower_count() -> None:
-    assert merged([loaded(1, 10, 0.5, is_instant=True), loaded(1, 30, 0.1)]) == loaded(1, 30, 0.5)
+    both = merged([loaded(1, 10, 0.5, is_instant=True, rank=16), loaded(1, 30, 0.1, rank=8)])
+    assert both == loaded(1, 30, 0.5, rank=16)
     assert merged([Activated(1, 0.1), Activated(1, 0.3)]) == Activated(1, 0.3)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("asked", [0, 1])
-def test_reported_once_all_are_done_and_by_one_only(count: int, asked: int) -> None:
-    store = HashStore()
-    before = keys_left(store)
+def test_reported_once_all_are_done_and_by_one_only(count: int, asked: int, store: HashStore) -> None:
     ranks = workers(count, asked, store)
     for rank, worker in enumerate(ranks):
         assert [reports for each in ranks if (reports := each.reports())] == []
@@ -63,14 +68,11 @@ def test_reported_once_all_are_done_and_by_one_only(count: int, asked: int) -> N
         [loaded(1, 10 + count - 1)] if rank == asked else [] for rank in range(count)
     ]
     assert not any(worker.is_waiting for worker in ranks)
-    assert keys_left(store) == before
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_any_workers_failure_fails_the_job_at_once(failing: int) -> None:
-    store = HashStore()
-    before = keys_left(store)
-    ranks = workers(3, store=store)
+def test_any_workers_failure_fails_the_job_at_once(failing: int, store: HashStore) -> None:
+    ranks = workers(3, 0, store)
     done(ranks[failing], Failed(1, BROKEN))
     if failing:
         done(ranks[0], loaded())
@@ -80,34 +82,27 @@ def test_any_workers_failure_fails_the_job_at_once(failing: int) -> None:
     for rank in {1, 2} - {failing}:
         done(ranks[rank], loaded())
         assert ranks[0].reports() == [], "it is said once"
-    assert keys_left(store) == before
 
 
-def test_early_publication_is_still_reported() -> None:
+def test_early_publication_is_still_reported(store: HashStore) -> None:
     """The job's thread publishes at any moment between two looks of the loop."""
-    store = HashStore()
-    before = keys_left(store)
-    asked, other = workers(2, store=store)
+    asked, other = workers(2, 0, store)
     done(other, loaded())
     asked.publish(loaded())
     assert asked.reports() == []
     asked.done_here(loaded())
     assert asked.reports() == [loaded()]
-    assert keys_left(store) == before
 
 
-def test_evicted_jobs_are_not_reported() -> None:
-    store = HashStore()
-    before = keys_left(store)
-    asked, other = workers(2, store=store)
+def test_evicted_jobs_are_not_reported(store: HashStore) -> None:
+    asked, other = workers(2, 0, store)
     asked.publish(loaded())
     asked.done_here(loaded(), is_wanted=False)
     assert asked.reports() == []
     assert not asked.is_waiting
-    assert keys_left(store) > before, "the other worker is not done"
+    assert store.num_keys() > HashStore().num_keys(), "the other worker is not done"
     done(other, Failed(1, AWAY))
     assert asked.reports() == []
-    assert keys_left(store) == before
 
 
 def test_engines_of_one_store_do_not_hear_each_other() -> None:
@@ -119,10 +114,9 @@ def test_engines_of_one_store_do_not_hear_each_other() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_any_order_of_many_jobs(seed: int) -> None:
+def test_any_order_of_many_jobs(seed: int, store: HashStore) -> None:
     """Each rank does its jobs in its own order, noted in the loop at any later moment."""
-    choose, store = random.Random(seed), HashStore()
-    before = keys_left(store)
+    choose = random.Random(seed)
     count = choose.choice([2, 3])
     ranks = workers(count, choose.randrange(count), store)
     asked = next(worker for worker in ranks if worker.is_reporting)
@@ -149,13 +143,5 @@ def test_any_order_of_many_jobs(seed: int) -> None:
             assert isinstance(of_job, Failed)
         else:
             assert of_job == loaded(job, count)
-    assert keys_left(store) == before
     assert not asked.is_waiting
     assert not asked._ending
-
-
-def test_rank_is_the_largest_of_any_workers_modules() -> None:
-    ranks = workers(3)
-    for worker, rank in zip(ranks, (0, 16, 8), strict=True):
-        done(worker, Loaded(1, 10, is_instant=True, load_s=0.1, rank=rank))
-    assert ranks[0].reports() == [Loaded(1, 10, is_instant=True, load_s=0.1, rank=16)]

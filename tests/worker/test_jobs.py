@@ -45,16 +45,17 @@ class Owners:
 
 
 class Disk:
-    """Reads an adapter in `read_s`, and notes which thread does; slots of adapters named in `bad` cannot be written."""
+    """Reads an adapter unless `go` is cleared, and notes which thread does; slots of `bad` ones cannot be written."""
 
     def __init__(self) -> None:
-        self.read_s = 0.0
+        self.go = threading.Event()
+        self.go.set()
         self.readers: list[threading.Thread] = []
         self.bad: set[str] = set()
 
     def read(self, spec: AdapterSpec, path: str) -> LoadedAdapter:
         self.readers.append(threading.current_thread())
-        time.sleep(self.read_s)
+        assert self.go.wait(30)
 
         def write(slot: int) -> None:
             if spec.name in self.bad:
@@ -93,6 +94,10 @@ class FakeCuda:
         self.set_device(left.device)
 
 
+def jobs_of(disk: Disk, agreement: Agreement, device: str = "cpu") -> Any:
+    return Jobs(disk.read, Files(), Owners(), SlotStream(torch.device(device)), agreement)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def disk() -> Disk:
     return Disk()
@@ -100,7 +105,7 @@ def disk() -> Disk:
 
 @pytest.fixture
 def jobs(disk: Disk) -> Iterator[Any]:
-    made = Jobs(disk.read, Files(), Owners(), SlotStream(torch.device("cpu")), Agreement())  # type: ignore[arg-type]
+    made = jobs_of(disk, Agreement())
     yield made
     made.close()
 
@@ -120,10 +125,9 @@ def test_no_step_reads_a_disk_however_fast_it_was(jobs: Any, disk: Disk) -> None
         load(jobs, key)
         time.sleep(0.002)  # the batch is longer than the load
         assert jobs.reports() == []
-    disk.read_s = 1.0
-    began_at = time.perf_counter()
-    jobs.begin_step([Load(spec(21), 21, job=21)])
-    assert time.perf_counter() - began_at < 0.5, "everybody waited for one slow load"
+    disk.go.clear()
+    jobs.begin_step([Load(spec(21), 21, job=21)])  # everybody would wait for one slow load
+    disk.go.set()
     jobs.finish()
     assert len(disk.readers) == 21
     assert threading.current_thread() not in disk.readers
@@ -131,86 +135,52 @@ def test_no_step_reads_a_disk_however_fast_it_was(jobs: Any, disk: Disk) -> None
 
 def test_a_slot_is_written_while_another_adapter_is_read(jobs: Any, disk: Disk) -> None:
     load(jobs, 1)
-    disk.read_s = 1.0
+    disk.go.clear()
     jobs.begin_step([Load(spec(2), 2, job=2), Activate(1, 0, job=3)])
     assert [type(report) for report in jobs.reports(10.0)] == [Activated]
+    disk.go.set()
     jobs.finish()
     assert [type(report) for report in jobs.reports()] == [Loaded]
 
 
-def activated(jobs: Any, *commands: Any) -> Failed:
-    """The only report of the step of these commands."""
-    jobs.begin_step(commands)
-    (report,) = jobs.reports()
-    assert isinstance(report, Failed)
-    return report
-
-
-def test_a_slot_that_a_step_cannot_write_costs_one_adapter(jobs: Any, disk: Disk) -> None:
-    for key in (1, 2):
-        load(jobs, key)
-    disk.bad.add("adapter-1")
-    failed = activated(jobs, Activate(1, 0), Activate(2, 1))
-    assert (failed.job, failed.key, failed.error.code, failed.error.adapter) == (0, 1, "L004", "adapter-1")
-    assert jobs._owners.of == {0: None, 1: 2}
-    assert jobs.lost == {1}
-    assert jobs.engine_ids == {2}
-    # The scheduler has planned a step further, and hears of it only then.
-    failed = activated(jobs, Activate(1, 0, job=7))
-    assert (failed.job, failed.key) == (7, 0)
-    disk.bad.clear()
-    jobs.begin_step([Evict(1)])
-    assert jobs.lost == set()
+def test_what_is_evicted_while_it_is_read_is_never_here(jobs: Any, disk: Disk) -> None:
     load(jobs, 1)
-    jobs.begin_step([Activate(1, 0)])
+    disk.go.clear()
+    jobs.begin_step([Load(spec(2), 2, job=2)])
+    while len(disk.readers) < 2:
+        time.sleep(0.001)
+    jobs.begin_step([Evict(2), Activate(1, 0)])
+    disk.go.set()
+    jobs.finish()
     assert jobs.reports() == []
-    assert jobs._owners.of == {0: 1, 1: 2}
+    assert jobs.engine_ids == {1}
+    assert jobs._owners.of == {0: 1}
 
 
-def test_a_swap_whose_slot_cannot_be_written_costs_one_adapter(jobs: Any, disk: Disk) -> None:
-    for key in (1, 2):
-        load(jobs, key)
-    jobs.begin_step([Activate(1, 0)])
-    disk.bad.add("adapter-2")
-    failed = activated(jobs, Move(1, 2))
-    assert (failed.key, failed.error.code, failed.error.adapter) == (1, "L004", "adapter-2")
-    assert jobs._owners.of == {0: None}
+class Workers:
+    """The `Jobs` of some workers, each with a disk of its own; rank `asked` reports."""
 
-
-def test_slots_written_again_lose_the_adapters_that_fail(jobs: Any, disk: Disk) -> None:
-    for key in (1, 2):
-        load(jobs, key)
-    jobs.begin_step([Activate(1, 0), Activate(2, 1)])
-    disk.bad.add("adapter-2")
-    jobs.rewrite_slots()
-    (failed,) = jobs.reports()
-    assert failed.key == 2
-    assert jobs._owners.of == {0: 1, 1: None}
-
-
-class TwoWorkers:
-    """The `Jobs` of two workers, each with a disk of its own; rank `asked` reports."""
-
-    def __init__(self, asked: int) -> None:
+    def __init__(self, count: int, asked: int) -> None:
         self.store, self.asked = HashStore(), asked
-        self.disks = [Disk(), Disk()]
+        self.disks = [Disk() for _ in range(count)]
         self.jobs: list[Any] = []
         for rank, disk in enumerate(self.disks):
-            agreement = Agreement(rank, 2, self.store, "engine", is_reporting=rank == asked)
-            self.jobs.append(Jobs(disk.read, Files(), Owners(), SlotStream(torch.device("cpu")), agreement))  # type: ignore[arg-type]
+            together = Agreement(rank, count, self.store, "engine", is_reporting=rank == asked)
+            self.jobs.append(jobs_of(disk, together if count > 1 else Agreement()))
 
     def step(self, *commands: Any, rewriting: bool = False) -> list[Any]:
-        """What the scheduler hears with the output of a step with a batch, to which both contribute.
+        """What the scheduler hears with the output of a step with a batch, to which all contribute.
 
-        The reporting worker goes first: it has launched its batch before the other begins.
+        The reporting worker goes first: it has launched its batch before the others begin.
         """
-        asked, lates = self.jobs[self.asked], list[Any]()
-        for of in (asked, self.jobs[1 - self.asked]):
+        asked, late = self.jobs[self.asked], None
+        for of in sorted(self.jobs, key=lambda of: of is not asked):
             of.rewrite_slots() if rewriting else of.begin_step(commands)
             of.finish()
-            lates.append(of.take_unconfirmed())
-        late, none = lates
-        assert none is None, "of a worker whose output nobody reads"
+            unconfirmed = of.take_unconfirmed()
+            late = unconfirmed or late
+            assert unconfirmed is None or len(self.jobs) > 1, "a worker alone asks nobody"
+            assert unconfirmed is None or of is asked, "of a worker whose output nobody reads"
         return asked.reports() + (late() if late is not None else [])
 
     def load(self, *keys: int) -> None:
@@ -220,50 +190,55 @@ class TwoWorkers:
         return [of._owners.of for of in self.jobs]
 
 
-@pytest.fixture(params=[0, 1], ids=["first reports", "last reports"])
-def two(request: pytest.FixtureRequest) -> Iterator[TwoWorkers]:
-    made = TwoWorkers(request.param)
+@pytest.fixture(params=[(1, 0), (2, 0), (2, 1)], ids=["alone", "first reports", "last reports"])
+def workers(request: pytest.FixtureRequest) -> Iterator[Workers]:
+    made = Workers(*request.param)
     yield made
     for of in made.jobs:
         of.close()
 
 
-@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1)])
-def test_a_slot_unwritten_by_one_worker_costs_one_adapter(two: TwoWorkers, bad: tuple[int]) -> None:
+@pytest.mark.parametrize("failing", [{0}, {-1}, {0, -1}], ids=["first", "last", "both"])
+def test_a_slot_that_is_not_written_costs_one_adapter(workers: Workers, failing: set[int]) -> None:
     """Its requests are told with this very step: the batch computed half an adapter, or none, on that worker."""
-    two.load(1, 2)
-    for rank in bad:
-        two.disks[rank].bad.add("adapter-1")
-    reports = two.step(Activate(1, 0), Activate(2, 1))
+    workers.load(1, 2)
+    bad = [rank in {of % len(workers.jobs) for of in failing} for rank in range(len(workers.jobs))]
+    for rank in failing:
+        workers.disks[rank].bad.add("adapter-1")
+    reports = workers.step(Activate(1, 0), Activate(2, 1))
     assert {(it.job, it.key, it.error.code, it.error.adapter) for it in reports} == {(0, 1, "L004", "adapter-1")}
-    assert [of.lost for of in two.jobs] == [{1} if rank in bad else set() for rank in (0, 1)]
-    assert all(of[1] == 2 for of in two.owners())
-    assert two.step() == [], "it is said once"
+    assert [of.lost for of in workers.jobs] == [{1} if is_bad else set() for is_bad in bad]
+    assert workers.owners() == [{0: None if is_bad else 1, 1: 2} for is_bad in bad]
+    assert [of.engine_ids for of in workers.jobs] == [{2} if is_bad else {1, 2} for is_bad in bad]
+    assert workers.step() == [], "it is said once"
     # The scheduler has planned a step further, and hears of it only then.
-    (failed,) = two.step(Activate(1, 0, job=7))
+    (failed,) = workers.step(Activate(1, 0, job=7))
     assert (failed.job, isinstance(failed, Failed)) == (7, True)
-    for disk in two.disks:
+    for disk in workers.disks:
         disk.bad.clear()
-    two.step(Evict(1))
-    assert [of.lost for of in two.jobs] == [set(), set()]
-    two.load(1)
-    assert two.step(Activate(1, 0)) == []
-    assert two.owners() == [{0: 1, 1: 2}] * 2
-    assert two.store.num_keys() <= 2, "HashStore has a key of its own, and there is the count"
+    workers.step(Evict(1))
+    assert not any(of.lost for of in workers.jobs)
+    workers.load(1)
+    assert workers.step(Activate(1, 0)) == []
+    assert workers.owners() == [{0: 1, 1: 2}] * len(workers.jobs)
+    assert workers.store.num_keys() <= 2, "HashStore has a key of its own, and there is the count"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_swaps_and_wake_ups_lose_what_one_cannot_write(two: TwoWorkers, rank: int) -> None:
-    two.load(1, 2, 3)
-    assert two.step(Activate(1, 0), Activate(3, 1)) == []
-    two.disks[rank].bad.add("adapter-2")
-    (failed,) = two.step(Move(1, 2))
+@pytest.mark.parametrize("rank", [0, -1], ids=["first", "last"])
+def test_swaps_and_wake_ups_lose_what_one_cannot_write(workers: Workers, rank: int) -> None:
+    workers.load(1, 2, 3)
+    assert workers.step(Activate(1, 0), Activate(3, 1)) == []
+    workers.disks[rank].bad.add("adapter-2")
+    (failed,) = workers.step(Move(1, 2))
     assert (failed.key, failed.error.code, failed.error.adapter) == (1, "L004", "adapter-2")
-    two.disks[rank].bad.add("adapter-3")
-    assert [it.key for it in two.step(rewriting=True)] == [3]
+    assert workers.owners()[rank] == {0: None, 1: 3}
+    workers.disks[rank].bad.add("adapter-3")
+    assert [it.key for it in workers.step(rewriting=True)] == [3]
+    assert workers.owners()[rank] == {0: None, 1: None}
 
 
-def test_others_are_asked_where_a_step_writes_a_slot(two: TwoWorkers) -> None:
+def test_others_are_asked_where_a_step_writes_a_slot() -> None:
+    two = Workers(2, asked=0)
     two.load(1)
     asked = two.jobs[two.asked]
     for commands in ([], [Activate(1, 0, job=5)], [Evict(1)]):
@@ -274,12 +249,8 @@ def test_others_are_asked_where_a_step_writes_a_slot(two: TwoWorkers) -> None:
     asked.begin_step([Activate(2, 0)])
     assert asked.take_unconfirmed() is not None
     assert asked.take_unconfirmed() is None
-
-
-def test_a_worker_alone_asks_nobody(jobs: Any) -> None:
-    load(jobs, 1)
-    jobs.begin_step([Activate(1, 0)])
-    assert jobs.take_unconfirmed() is None
+    for of in two.jobs:
+        of.close()
 
 
 def test_a_slot_that_a_thread_cannot_write_costs_one_adapter(jobs: Any, disk: Disk) -> None:
@@ -299,7 +270,7 @@ def test_threads_use_no_device_but_their_own(disk: Disk, monkeypatch: pytest.Mon
     cuda = FakeCuda()
     monkeypatch.setattr(torch, "cuda", cuda)
     cuda.set_device(torch.device("cuda", 1))  # as the worker of rank 1 does, in its own thread
-    jobs: Any = Jobs(disk.read, Files(), Owners(), SlotStream(torch.device("cuda", 1)), Agreement())  # type: ignore[arg-type]
+    jobs = jobs_of(disk, Agreement(), "cuda:1")
     try:
         load(jobs, 1)
         jobs.begin_step([Activate(1, 0, job=2)])
