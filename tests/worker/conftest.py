@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +12,7 @@ import pytest
 
 from lora_plugins.worker.agreement import Agreement
 from tests.worker import real_models, small_model
-from tests.worker.small_model import Adapter, make_adapter
+from tests.worker.small_model import Adapter, Make, make_adapter
 
 
 @pytest.fixture(scope="session")
@@ -25,7 +25,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def make_manager(base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def make_manager(base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes worker managers (ours, or of `kind`) with so many slots, adapters and bytes; their threads end."""
     made = []
 
@@ -51,7 +51,7 @@ def make_manager(base: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 
 @pytest.fixture
-def make_real_manager(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+def make_real_manager(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes a worker manager, ours or of `kind`, over a real model; on the second of two workers with `parallel`."""
     # vLLM makes experts without gate_proj for its GPUs alone; making them computes nothing.
     like_a_gpu = SimpleNamespace(is_cuda_alike=lambda: True, is_xpu=lambda: False)

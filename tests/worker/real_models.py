@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, ModuleKind
 from lora_plugins.settings import Settings
 from testbed.model_kinds import ask_in_this_process
-from tests.worker.small_model import MAX_RANK, Adapter
+from tests.worker.small_model import MAX_RANK, Adapter, serve, slots_of
 
 HIDDEN, INNER, EXPERTS = 64, 32, 4
 
@@ -33,96 +33,76 @@ _COMMON = {
     "torch_dtype": "float32",
 }
 _QWEN = {"num_experts": EXPERTS, "moe_intermediate_size": INNER, "decoder_sparse_step": 1, "mlp_only_layers": []}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "mixtral": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": EXPERTS},
-    "qwen2-moe": {
-        "architectures": ["Qwen2MoeForCausalLM"],
-        "model_type": "qwen2_moe",
-        "shared_expert_intermediate_size": 48,
-        **_QWEN,
-    },
-    "qwen3-moe": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", **_QWEN},
-    "olmoe": {
-        "architectures": ["OlmoeForCausalLM"],
-        "model_type": "olmoe",
-        "num_experts": EXPERTS,
-    },
-    "gpt-oss": {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "num_local_experts": EXPERTS,
-        "sliding_window": 16,
-        "layer_types": ["full_attention"],
-    },
-}
-CONFIGS["nemotron-h"] = {  # whose experts have no gate_proj
-    "architectures": ["NemotronHForCausalLM"],
-    "model_type": "nemotron_h",
-    "hybrid_override_pattern": "E*",
-    "num_hidden_layers": 2,
-    "moe_intermediate_size": INNER,
-    "moe_shared_expert_intermediate_size": INNER,
-    "n_routed_experts": EXPERTS,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "mlp_hidden_act": "relu2",
-}
-CONFIGS["deepseek-v2"] = {  # whose attention computes with absorbed weights of kv_b_proj
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "head_dim": 64,
-    "kv_lora_rank": 512,
-    "q_lora_rank": None,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "n_routed_experts": EXPERTS,
-    "first_k_dense_replace": 1,
-}
 _TEXT = {key: value for key, value in _COMMON.items() if key not in ("num_experts_per_tok", "torch_dtype")}
 _SIGHT = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
+    **{key: _COMMON[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
     "image_size": 28,
     "patch_size": 14,
 }
-CONFIGS |= {
-    "idefics3": {
-        "architectures": ["Idefics3ForConditionalGeneration"],
-        "model_type": "idefics3",
-        "image_token_id": 60,
-        "scale_factor": 1,
-        "text_config": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "pad_token_id": 0, **_TEXT},
-        "vision_config": {"model_type": "idefics3_vision", **_SIGHT},
-    },
-    "paligemma": {
-        "architectures": ["PaliGemmaForConditionalGeneration"],
-        "model_type": "paligemma",
-        "image_token_index": 60,
-        "projection_dim": HIDDEN,
-        "text_config": {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], **_TEXT},
-        "vision_config": {"model_type": "siglip_vision_model", "projection_dim": HIDDEN, **_SIGHT},
-    },
-}
-CONFIGS["whisper"] = {  # an encoder and cross-attention, and no mapping of parts in vLLM's class
-    "architectures": ["WhisperForConditionalGeneration"],
-    "model_type": "whisper",
-    "is_encoder_decoder": True,
-    "d_model": HIDDEN,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": INNER,
-    "decoder_ffn_dim": INNER,
-    "num_mel_bins": 8,
-    "max_source_positions": 16,
-    "max_target_positions": 64,
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), 1),
+
+
+def _model(architecture: str, model_type: str, **fields: Any) -> dict[str, Any]:
+    return {"architectures": [architecture], "model_type": model_type, **fields}
+
+
+CONFIGS = {
+    "mixtral": _model("MixtralForCausalLM", "mixtral", num_local_experts=EXPERTS),
+    "qwen2-moe": _model("Qwen2MoeForCausalLM", "qwen2_moe", shared_expert_intermediate_size=48, **_QWEN),
+    "qwen3-moe": _model("Qwen3MoeForCausalLM", "qwen3_moe", **_QWEN),
+    "olmoe": _model("OlmoeForCausalLM", "olmoe", num_experts=EXPERTS),
+    "gpt-oss": _model(
+        "GptOssForCausalLM", "gpt_oss", num_local_experts=EXPERTS, sliding_window=16, layer_types=["full_attention"]
+    ),
+    "nemotron-h": _model(  # whose experts have no gate_proj
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        hybrid_override_pattern="E*",
+        num_hidden_layers=2,
+        **dict.fromkeys(("moe_intermediate_size", "moe_shared_expert_intermediate_size"), INNER),
+        n_routed_experts=EXPERTS,
+        **dict.fromkeys(("n_shared_experts", "n_group", "topk_group"), 1),
+        norm_topk_prob=True,
+        mlp_hidden_act="relu2",
+    ),
+    "deepseek-v2": _model(  # whose attention computes with absorbed weights of kv_b_proj
+        "DeepseekV2ForCausalLM",
+        "deepseek_v2",
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        **dict.fromkeys(("head_dim", "qk_rope_head_dim"), 64),
+        **dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 32),
+        n_routed_experts=EXPERTS,
+        first_k_dense_replace=1,
+    ),
+    "idefics3": _model(
+        "Idefics3ForConditionalGeneration",
+        "idefics3",
+        image_token_id=60,
+        scale_factor=1,
+        text_config=_model("LlamaForCausalLM", "llama", pad_token_id=0, **_TEXT),
+        vision_config={"model_type": "idefics3_vision", **_SIGHT},
+    ),
+    "paligemma": _model(
+        "PaliGemmaForConditionalGeneration",
+        "paligemma",
+        image_token_index=60,
+        projection_dim=HIDDEN,
+        text_config=_model("GemmaForCausalLM", "gemma", **_TEXT),
+        vision_config={"model_type": "siglip_vision_model", "projection_dim": HIDDEN, **_SIGHT},
+    ),
+    "whisper": _model(  # an encoder and cross-attention, and no mapping of parts in vLLM's class
+        "WhisperForConditionalGeneration",
+        "whisper",
+        is_encoder_decoder=True,
+        d_model=HIDDEN,
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 1),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 2),
+        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), INNER),
+        num_mel_bins=8,
+        max_source_positions=16,
+        max_target_positions=64,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"), 1),
+    ),
 }
 PER_EXPERT = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe")
 
@@ -180,6 +160,17 @@ def held_in(manager: Any, index: int) -> dict[str, torch.Tensor]:
             for i, one in enumerate([stacks] if isinstance(stacks, torch.Tensor) else stacks):
                 held[f"{name}.{stack}.{i}"] = one[index].clone()
     return held
+
+
+def unlike_vllms(ours: Any, vllms: Any, adapter: Adapter) -> list[str]:
+    """What slot 1 of our manager, in which it serves the adapter, holds otherwise than the slot of vLLM's manager."""
+    serve(ours, adapter, 1)
+    vllms.add_adapter(adapter.request())
+    assert slots_of(ours)[:2] == [None, adapter.adapter_id]
+    wanted, found = held_in(vllms, slots_of(vllms).index(adapter.adapter_id)), held_in(ours, 1)
+    assert found.keys() == wanted.keys()
+    assert all(tensor.any() for tensor in wanted.values()), "the adapter fills every module"
+    return [place for place in wanted if not torch.equal(found[place], wanted[place])]
 
 
 _STACKS = ("lora_a_stacked", "lora_b_stacked", "w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked",

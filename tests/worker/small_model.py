@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,9 +19,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Evict, Load, Loaded, Report
+from lora_plugins.errors import LoRAPluginsError
+from lora_plugins.scheduler.messages import Activate, Activated, AdapterSpec, Evict, Failed, Load, Loaded, Report
 from lora_plugins.settings import Settings
 from testbed.model_kinds import ask_in_this_process
+
+Make = Callable[..., Any]  # the fixtures that make managers
 
 WIDTH, HIGH, LAYERS, MAX_RANK = 16, 32, 2, 8
 # The adapter's modules: features in, features out.
@@ -171,8 +174,12 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     change: dict[str, torch.Tensor] | None = None,
     drop: Sequence[str] = (),
+    **fields: Any,
 ) -> Adapter:
-    """Write an adapter as PEFT would; `change` replaces and `drop` leaves out tensors by their PEFT names."""
+    """Write an adapter as PEFT would, with these `fields` of its configuration.
+
+    `change` replaces and `drop` leaves out tensors by their PEFT names.
+    """
     generator = torch.Generator().manual_seed(adapter_id if seed is None else seed)
     names = [prefix.format(layer) + name for layer in range(LAYERS) for name in modules]
     tensors: dict[str, torch.Tensor] = {}
@@ -193,6 +200,7 @@ def make_adapter(
         "lora_alpha": 2 * rank,
         "target_modules": sorted({name.rsplit(".", 1)[-1] for name in names}),
         "base_model_name_or_path": "org/small",
+        **fields,
     }
     (directory / "adapter_config.json").write_text(json.dumps(config))
     return Adapter(
@@ -283,6 +291,13 @@ def bring(manager: Any, adapter: Adapter) -> Report:
     return ended(manager, load(manager, adapter))
 
 
+def failure(manager: Any, adapter: Adapter) -> LoRAPluginsError:
+    """Have it loaded, which must fail; returns the error."""
+    report = bring(manager, adapter)
+    assert isinstance(report, Failed), report
+    return report.error
+
+
 def put(manager: Any, adapter: Adapter, slot: int) -> None:
     """Put a loaded adapter into a slot, in the way in which the scheduler would."""
     if manager.jobs.entries[adapter.adapter_id].adapter.is_instant:
@@ -310,9 +325,16 @@ def slots_of(manager: Any) -> list[int | None]:
     return list(manager._adapter_manager.lora_index_to_id)
 
 
-def holds(manager: Any, adapter: Adapter) -> bool:
-    """Whether the adapter is in a slot, and that slot holds it and nothing else."""
-    return differences(manager, slots_of(manager).index(adapter.adapter_id), adapter) == []
+def holds(manager: Any, *adapters: Adapter) -> bool:
+    """Whether each adapter is in a slot, and that slot holds it and nothing else."""
+    slots = slots_of(manager)
+    return not any(differences(manager, slots.index(adapter.adapter_id), adapter) for adapter in adapters)
+
+
+def runs(manager: Any, *adapters: Adapter) -> bool:
+    """Prepare a batch of these adapters; returns whether their slots hold them."""
+    step(manager, *adapters)
+    return holds(manager, *adapters)
 
 
 def punica_indices(manager: Any) -> list[int]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import threading
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,41 +17,26 @@ from tests.worker.small_model import (
     MORE,
     SHAPES,
     Adapter,
-    Blocked,
+    Make,
     activate,
     bring,
     ended,
     evict,
-    holds,
+    failure,
     load,
     make_adapter,
     put,
+    runs,
     serve,
     slots_of,
     step,
 )
 
-Make = Callable[..., Any]
 Q_A = "base_model.model.layers.0.q_proj.lora_A.weight"
 Q_B = "base_model.model.layers.0.q_proj.lora_B.weight"
 COLUMN_A = "base_model.model.layers.1.column.lora_A.weight"
 DOWN_A = "base_model.model.layers.1.down_proj.lora_A.weight"
 BAD = 9
-
-
-def in_place(adapter: Adapter, file: str, change: Callable[[bytes], bytes]) -> Adapter:
-    path = adapter.path / file
-    path.write_bytes(change(path.read_bytes()))
-    return adapter
-
-
-def configured(adapter: Adapter, **changes: Any) -> Adapter:
-    return in_place(adapter, "adapter_config.json", lambda data: json.dumps(json.loads(data) | changes).encode())
-
-
-def without(adapter: Adapter, file: str) -> Adapter:
-    (adapter.path / file).unlink()
-    return adapter
 
 
 def nan_at(value: float) -> torch.Tensor:
@@ -61,44 +45,42 @@ def nan_at(value: float) -> torch.Tensor:
     return tensor
 
 
-def gone(adapter: Adapter) -> Adapter:
-    adapter.vanish()
-    return adapter
+def cut(file: Path, n_bytes: int) -> None:
+    file.write_bytes(file.read_bytes()[:-n_bytes])
 
 
-WEIGHTS = "adapter_model.safetensors"
-BROKEN: dict[str, tuple[Callable[[Path], Adapter], str]] = {
-    "vanished": (lambda path: gone(make_adapter(path, BAD)), "AdapterNotFound"),
-    "no configuration": (lambda path: without(make_adapter(path, BAD), "adapter_config.json"), "AdapterNotFound"),
-    "no weights": (lambda path: without(make_adapter(path, BAD), WEIGHTS), "InvalidAdapter"),
-    "configuration that is no JSON": (
-        lambda path: in_place(make_adapter(path, BAD), "adapter_config.json", lambda data: data[:-2]),
-        "InvalidAdapter",
-    ),
-    "truncated": (lambda path: in_place(make_adapter(path, BAD), WEIGHTS, lambda data: data[:-100]), "InvalidAdapter"),
-    "rank too large": (lambda path: make_adapter(path, BAD, rank=16), "InvalidAdapter"),
-    "rank larger than it says": (
-        lambda path: configured(make_adapter(path, BAD, rank=16), r=4, lora_alpha=8),
-        "IncompatibleAdapter",
-    ),
-    "A too narrow": (lambda path: make_adapter(path, BAD, change={Q_A: torch.ones(4, 15)}), "IncompatibleAdapter"),
-    "A too wide": (lambda path: make_adapter(path, BAD, change={DOWN_A: torch.ones(4, 33)}), "IncompatibleAdapter"),
-    "B too short": (lambda path: make_adapter(path, BAD, change={Q_B: torch.ones(15, 4)}), "IncompatibleAdapter"),
-    "A of one dimension": (lambda path: make_adapter(path, BAD, change={Q_A: torch.ones(4)}), "InvalidAdapter"),
-    "NaN": (lambda path: make_adapter(path, BAD, change={Q_A: nan_at(float("nan"))}), "InvalidAdapter"),
-    "no module matches": (lambda path: make_adapter(path, BAD, prefix="towers.{}."), "IncompatibleAdapter"),
-    "some modules do not match": (
-        lambda path: make_adapter(path, BAD, change={Q_A.replace("layers.0", "layers.7"): torch.ones(4, 16),
-                                                     Q_B.replace("layers.0", "layers.7"): torch.ones(16, 4)}),
-        "IncompatibleAdapter",
-    ),
-    "B without A": (lambda path: make_adapter(path, BAD, drop=[COLUMN_A]), "InvalidAdapter"),
-    "A and B of different ranks": (
-        lambda path: make_adapter(path, BAD, change={Q_A: torch.ones(2, 16)}),
-        "InvalidAdapter",
-    ),
-    "nothing in it": (lambda path: make_adapter(path, BAD, modules={}), "InvalidAdapter"),
-}  # fmt: skip
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ELSEWHERE = {
+    Q_A.replace("layers.0", "layers.7"): torch.ones(4, 16),
+    Q_B.replace("layers.0", "layers.7"): torch.ones(16, 4),
+}
+# What becomes of it, how `make_adapter` makes it, and what is then done to its directory.
+BROKEN: dict[str, tuple[str, dict[str, Any], Callable[[Path], object]]] = {
+    "vanished": ("AdapterNotFound", {}, shutil.rmtree),
+    "no configuration": ("AdapterNotFound", {}, lambda at: (at / CONFIG).unlink()),
+    "no weights": ("InvalidAdapter", {}, lambda at: (at / WEIGHTS).unlink()),
+    "configuration that is no JSON": ("InvalidAdapter", {}, lambda at: cut(at / CONFIG, 2)),
+    "truncated": ("InvalidAdapter", {}, lambda at: cut(at / WEIGHTS, 100)),
+    "rank too large": ("InvalidAdapter", {"rank": 16}, Path.exists),
+    "rank larger than it says": ("IncompatibleAdapter", {"rank": 16, "r": 4, "lora_alpha": 8}, Path.exists),
+    "A too narrow": ("IncompatibleAdapter", {"change": {Q_A: torch.ones(4, 15)}}, Path.exists),
+    "A too wide": ("IncompatibleAdapter", {"change": {DOWN_A: torch.ones(4, 33)}}, Path.exists),
+    "B too short": ("IncompatibleAdapter", {"change": {Q_B: torch.ones(15, 4)}}, Path.exists),
+    "A of one dimension": ("InvalidAdapter", {"change": {Q_A: torch.ones(4)}}, Path.exists),
+    "NaN": ("InvalidAdapter", {"change": {Q_A: nan_at(torch.nan)}}, Path.exists),
+    "no module matches": ("IncompatibleAdapter", {"prefix": "towers.{}."}, Path.exists),
+    "some modules do not match": ("IncompatibleAdapter", {"change": ELSEWHERE}, Path.exists),
+    "B without A": ("InvalidAdapter", {"drop": [COLUMN_A]}, Path.exists),
+    "A and B of different ranks": ("InvalidAdapter", {"change": {Q_A: torch.ones(2, 16)}}, Path.exists),
+    "nothing in it": ("InvalidAdapter", {"modules": {}}, Path.exists),
+}
+
+
+def broken(directory: Path, name: str) -> Adapter:
+    _, options, damage = BROKEN[name]
+    made = make_adapter(directory, BAD, **options)
+    damage(made.path)
+    return made
 
 
 @pytest.fixture
@@ -116,19 +98,12 @@ def others_are_still_served(manager: Any, others: list[Adapter]) -> None:
         if adapter.adapter_id in manager.list_adapters():
             evict(manager, adapter)
         serve(manager, adapter, slot)
-    step(manager, *others)
-    assert all(holds(manager, adapter) for adapter in others)
+    assert runs(manager, *others)
     assert manager.list_adapters() == {adapter.adapter_id for adapter in others}
 
 
 def make_nothing(adapter_id: int) -> Adapter:
     return Adapter(adapter_id, Path("/nowhere"), {}, {})
-
-
-def failure(manager: Any, adapter: Adapter) -> LoRAPluginsError:
-    report = bring(manager, adapter)
-    assert isinstance(report, Failed), report
-    return report.error
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -138,12 +113,10 @@ def test_broken_on_disk_failure_is_isolated(
     manager = make_manager(slots=2)
     serve(manager, others[0], 0)
     step(manager, others[0])
-    make, kind = BROKEN[name]
-    bad = make(tmp_path / "bad")
+    bad = broken(tmp_path / "bad", name)
     error = failure(manager, bad)
-    assert (type(error).__name__, error.adapter) == (kind, bad.name), error
-    step(manager, others[0])
-    assert holds(manager, others[0])
+    assert (type(error).__name__, error.adapter) == (BROKEN[name][0], bad.name), error
+    assert runs(manager, others[0])
     others_are_still_served(manager, others)
 
 
@@ -153,7 +126,7 @@ def test_broken_on_disk_and_added_by_others(
 ) -> None:
     manager = make_manager(slots=2)
     serve(manager, others[0], 0)
-    bad = BROKEN[name][0](tmp_path / "bad")
+    bad = broken(tmp_path / "bad", name)
     with pytest.raises(LoRAPluginsError):
         manager.add_adapter(bad.request())
     assert manager.list_adapters() == {1}
@@ -165,14 +138,9 @@ def test_by_setting_what_does_not_match_is_left_out(
     make_manager: Make, tmp_path: Path, logged: pytest.LogCaptureFixture
 ) -> None:
     manager = make_manager(env={"LORA_PLUGINS_UNMATCHED": "warn"})
-    elsewhere = {
-        Q_A.replace("layers.0", "layers.7"): torch.ones(4, 16),
-        Q_B.replace("layers.0", "layers.7"): torch.ones(16, 4),
-    }
-    adapter = make_adapter(tmp_path / "a", BAD, change=elsewhere)
+    adapter = make_adapter(tmp_path / "a", BAD, change=ELSEWHERE)
     serve(manager, adapter, 0)
-    step(manager, adapter)
-    assert holds(manager, adapter)
+    assert runs(manager, adapter)
     assert "layers.7.q_proj" in logged.text
     error = failure(manager, make_adapter(tmp_path / "b", 1, prefix="towers.{}."))
     assert error.code == "L003", "nothing of it would be served"
@@ -189,8 +157,7 @@ def test_some_of_an_adapters_modules_are_enough(make_manager: Make, tmp_path: Pa
         assert isinstance(bring(manager, adapter), Loaded)
     for adapter in (full, some, full, some):
         put(manager, adapter, 0)
-        step(manager, adapter)
-        assert holds(manager, adapter), "nothing of the one before is left"
+        assert runs(manager, adapter), "nothing of the one before is left"
 
 
 # --- failures that lie in the machine, at each step of the way ---
@@ -242,49 +209,4 @@ def test_a_failing_machine_fails_one_adapter_once(
     others_are_still_served(manager, others)
     evict(manager, others[1])
     serve(manager, bad, 1)  # it was not the adapter's fault
-    step(manager, bad)
-    assert holds(manager, bad)
-
-
-class SlowlyRead:
-    """Holds up reading adapters until `go`."""
-
-    def __init__(self, manager: Any) -> None:
-        self.entered, self.go = threading.Event(), threading.Event()
-        slow, parse = self, manager._lora_model_cls.from_local_checkpoint
-
-        class Slow(manager._lora_model_cls):  # type: ignore[misc]
-            @classmethod
-            def from_local_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
-                slow.entered.set()
-                assert slow.go.wait(60)
-                return parse(*args, **kwargs)
-
-        manager._lora_model_cls = Slow
-
-
-def test_evicted_while_it_is_read_it_never_writes_a_slot(
-    make_manager: Make, tmp_path: Path, others: list[Adapter]
-) -> None:
-    manager = make_manager(slots=2)
-    assert isinstance(bring(manager, others[0]), Loaded)
-    slow, writes = SlowlyRead(manager), Blocked(manager)
-    load(manager, make_adapter(tmp_path / "a", BAD))
-    assert slow.entered.wait(60)
-    evict(manager, make_nothing(BAD))
-    assert slots_of(manager) == [None, None]
-    slow.go.set()
-    assert not [report for report in [*iter_reports(manager)] if not isinstance(report, Failed)]
-    assert not writes.entered.is_set(), "its slot may be another's by now"
-    writes.end()
-    put(manager, others[0], 0)
-    step(manager, others[0])
-    assert holds(manager, others[0])
-    assert manager.list_adapters() == {1}
-
-
-def iter_reports(manager: Any) -> list[Any]:
-    reports: list[Any] = []
-    while manager.jobs.is_busy:
-        reports += manager.reports(0.1)
-    return reports
+    assert runs(manager, bad)

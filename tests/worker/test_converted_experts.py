@@ -26,7 +26,7 @@ from tests.worker.real_models import (
     tensors_for,
     write_adapter,
 )
-from tests.worker.small_model import Adapter, slots_of
+from tests.worker.small_model import Adapter, Make, slots_of
 
 RANK = 4
 
@@ -72,7 +72,7 @@ def test_slots_hold_what_vllms_own_conversion_writes(base: Path, tmp_path: Path,
     ],
 )
 def test_each_expert_computes_what_peft_computes(
-    make_real_manager: Any, tmp_path: Path, of: str, block: str, parts: Any
+    make_real_manager: Make, tmp_path: Path, of: str, block: str, parts: Any
 ) -> None:
     """An adapter that PEFT saves of Transformers 5's stacked parameters."""
     import transformers

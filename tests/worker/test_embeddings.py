@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import torch
 from lora_plugins.vllm_patches.worker import adapter_rows
 from tests.vllm_patches.put_back import put_back
 from tests.worker import small_model
-from tests.worker.small_model import WIDTH, make_adapter, serve, step
+from tests.worker.small_model import WIDTH, Make, make_adapter, serve, step
 from tests.worker.test_fits import WORDS, model_with_words
 
 
 @pytest.fixture
-def manager(make_manager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def manager(make_manager: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from vllm.lora.layers import VocabParallelEmbeddingWithLoRA
     from vllm.lora.model_manager import LoRAModelManager
 

@@ -12,6 +12,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from lora_plugins.adapter.model_modules import ExpertFormat, Experts, ModelModules, ModuleKind, ModulePlace
 from lora_plugins.worker.model_description import describe
 from tests.worker.real_models import EXPERTS, HIDDEN, INNER, PER_EXPERT
+from tests.worker.small_model import Make
 
 BLOCKS = {"mixtral": "model.layers.0.block_sparse_moe.experts"}
 NAMES = {"mixtral": {"w1": "w1", "w2": "w2", "w3": "w3"}, "gpt-oss": {"w1": "w1", "w2": "w2", "w3": "w3"}}
@@ -19,7 +20,7 @@ SIZES = {"w1": (HIDDEN, INNER), "w2": (INNER, HIDDEN), "w3": (HIDDEN, INNER), "w
 
 
 @pytest.fixture
-def described(make_real_manager: Callable[..., Any]) -> Callable[..., ModelModules]:
+def described(make_real_manager: Make) -> Callable[..., ModelModules]:
     def describe_model(name: str, **lora: Any) -> ModelModules:
         found = describe(make_real_manager(name, LRUCacheWorkerLoRAManager, **lora)._adapter_manager)
         assert ModelModules.of_plain(json.loads(json.dumps(found.plain()))) == found

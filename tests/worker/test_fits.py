@@ -14,14 +14,14 @@ from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.scheduler.messages import Activated, Failed
 from lora_plugins.worker import adapter_checks
 from tests.worker import small_model
-from tests.worker.small_model import WIDTH, activate, bring, ended, make_adapter, serve, slots_of, step
+from tests.worker.small_model import WIDTH, Make, activate, bring, ended, make_adapter, serve, slots_of, step
 
 WORDS, FUSED = 64, (16, 8, 8)
 BAD = 9
 
 
 @pytest.fixture
-def manager(make_manager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+def manager(make_manager: Make, monkeypatch: pytest.MonkeyPatch) -> Any:
     """One slot, in which whoever comes second takes the place of the first."""
     monkeypatch.setattr(small_model, "small_model", model_with_words)
     return make_manager(slots=1)

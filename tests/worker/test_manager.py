@@ -7,7 +7,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from lora_plugins.worker.model_manager import PlannedModelManager
 from tests.worker.small_model import (
     Adapter,
     Blocked,
+    Make,
     activate,
     bring,
     ended,
@@ -32,6 +33,7 @@ from tests.worker.small_model import (
     make_adapter,
     punica_indices,
     put,
+    runs,
     serve,
     slots_of,
     small_model,
@@ -39,8 +41,6 @@ from tests.worker.small_model import (
     vllm_config,
     wrong_answers,
 )
-
-Make = Callable[..., Any]
 
 
 def test_a_batch_is_computed_with_the_slots_of_its_adapters(make_manager: Make, adapters: list[Adapter]) -> None:
@@ -219,8 +219,7 @@ def test_dummies_with_the_ids_of_planned_adapters(make_manager: Make, adapters: 
     run_dummies(manager, 2)
     assert slots_of(manager) == [1, None]
     assert manager.list_adapters() == {1, 2}
-    step(manager, adapters[0])
-    assert holds(manager, adapters[0])
+    assert runs(manager, adapters[0])
     put(manager, adapters[1], 1)
     assert wrong_answers(manager, adapters[0], adapters[1]) == []
 
@@ -255,9 +254,7 @@ def test_planned_adapters_displace_leftover_dummies(make_manager: Make, adapters
     manager.set_active_adapters(set(dummies(2)), None)
     serve(manager, adapters[4], 0)
     serve(manager, adapters[3], 1)
-    step(manager, *adapters[3:])
-    assert holds(manager, adapters[3])
-    assert holds(manager, adapters[4])
+    assert runs(manager, *adapters[3:])
 
 
 # --- what the scheduler says ---
@@ -319,8 +316,7 @@ def test_finishing_jobs_waits_for_slot_writes_and_keeps_reports(make_manager: Ma
     finishing.join(60)
     assert not finishing.is_alive()
     assert [report.job for report in manager.reports()] == [job]
-    step(manager, adapters[0])
-    assert holds(manager, adapters[0])
+    assert runs(manager, adapters[0])
 
 
 def test_reports_say_size_time_and_kind(make_manager: Make, adapters: list[Adapter], kernels: str) -> None:
@@ -392,24 +388,6 @@ def test_threads_end_with_the_manager(make_manager: Make, adapters: list[Adapter
     }
     manager.jobs.close()
     assert not started & set(threading.enumerate())
-
-
-def test_metrics_have_three_groups_with_the_right_numbers(make_manager: Make, adapters: list[Adapter]) -> None:
-    manager = make_manager(slots=2, max_adapters=4)
-    for adapter in adapters[:3]:
-        bring(manager, adapter)
-    put(manager, adapters[0], 0)
-    put(manager, adapters[1], 1)
-    metrics = manager.lora_metrics()
-    megabytes = adapters[0].size_bytes / 1e6
-    assert metrics["adapters"] == {"registered": 3, "active": 2, "capacity": 4, "slots": 2, "utilisation": 1.0}
-    memory = metrics["memory"]
-    assert memory["adapter_mb"] == {"1": megabytes, "2": megabytes, "3": megabytes}
-    assert memory["host_mb"] == pytest.approx(3 * megabytes)
-    assert memory["device"] == "cpu"
-    assert memory["efficiency"] == pytest.approx(2 / 3)
-    assert memory["slot_mb"] == pytest.approx(2 * 2 * megabytes)  # two slots of twice the rank
-    assert metrics["performance"] == {"instant": False, "kernel_backend": "PunicaWrapperCPU"}
 
 
 def test_paths_that_vllm_expands_are_still_its_business(

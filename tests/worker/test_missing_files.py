@@ -22,7 +22,7 @@ from lora_plugins.store.store import Store
 from lora_plugins.vllm_patches.engine_modules import model_of
 from lora_plugins.worker.missing_files import MissingFilesFetcher
 from lora_plugins.worker.model_description import describe
-from tests.worker.small_model import Adapter, bring, ended, evict, holds, load, make_adapter, serve, step
+from tests.worker.small_model import Adapter, Make, bring, ended, evict, load, make_adapter, runs, serve
 
 BASE = "org/small"
 
@@ -157,9 +157,7 @@ def test_a_path_of_no_store_is_not_found(there: Node, path: str) -> None:
         MissingFilesFetcher(BASE, lambda: None).fetch("adapter-1", "/store/" + "a" * 64)
 
 
-def test_what_one_machine_has_converted_another_converts_alike(
-    make_manager: Callable[..., Any], tmp_path: Path, root: Path
-) -> None:
+def test_what_one_machine_has_converted_another_converts_alike(make_manager: Make, tmp_path: Path, root: Path) -> None:
     """By the same modules; without them it has the original only, whose digest is another one."""
     from safetensors.torch import load_file, save_file
 
@@ -174,7 +172,7 @@ def test_what_one_machine_has_converted_another_converts_alike(
         blind.materialiser.fetch("adapter-1", str(path))
 
 
-def test_a_workers_resolver_knows_the_whole_models_modules(make_manager: Callable[..., Any]) -> None:
+def test_a_workers_resolver_knows_the_whole_models_modules(make_manager: Make) -> None:
     given: list[Any] = []
     manager = make_manager()
     manager._make_resolver = lambda *arguments: given.append(arguments)
@@ -187,7 +185,7 @@ def test_a_workers_resolver_knows_the_whole_models_modules(make_manager: Callabl
     assert manager._modules_of_model() is given[0][1]
 
 
-def worker_on(make_manager: Callable[..., Any], node: Node) -> Any:
+def worker_on(make_manager: Make, node: Node) -> Any:
     manager = make_manager()
     manager.jobs._files = node.materialiser
     return manager
@@ -199,21 +197,18 @@ def elsewhere(path: Path) -> Path:
     return path
 
 
-def test_a_worker_on_another_machine_serves_it(
-    make_manager: Callable[..., Any], here: Node, there: Node, root: Path
-) -> None:
+def test_a_worker_on_another_machine_serves_it(make_manager: Make, here: Node, there: Node, root: Path) -> None:
     manager, path = worker_on(make_manager, there), elsewhere(here.serve("adapter-1"))
     original = make_adapter(root.parent / "again", 1)
     adapter = Adapter(1, path, original.a, original.b)
     serve(manager, adapter, 0)
     assert not there.is_leased(path.name)
     shutil.rmtree(there.store.layout.adapter(path.name))
-    step(manager, adapter)
-    assert holds(manager, adapter)
+    assert runs(manager, adapter)
 
 
 def test_worker_gets_the_uri_that_an_adapter_was_loaded_by(
-    make_manager: Callable[..., Any], here: Node, there: Node, root: Path
+    make_manager: Make, here: Node, there: Node, root: Path
 ) -> None:
     uri = (root / "adapter-1").as_uri()
     manager, path = worker_on(make_manager, there), elsewhere(load_uri(here, "sql", uri))
@@ -222,7 +217,7 @@ def test_worker_gets_the_uri_that_an_adapter_was_loaded_by(
 
 
 def test_adapter_evicted_while_it_is_fetched_is_not_read(
-    make_manager: Callable[..., Any], here: Node, there: Node, tmp_path: Path
+    make_manager: Make, here: Node, there: Node, tmp_path: Path
 ) -> None:
     manager, path = worker_on(make_manager, there), elsewhere(here.serve("adapter-1"))
     fetch = there.materialiser.fetch
@@ -245,7 +240,7 @@ def test_adapter_evicted_while_it_is_fetched_is_not_read(
     assert not there.is_leased(path.name)
 
 
-def test_others_are_loaded_while_one_is_fetched(make_manager: Callable[..., Any], there: Node, tmp_path: Path) -> None:
+def test_others_are_loaded_while_one_is_fetched(make_manager: Make, there: Node, tmp_path: Path) -> None:
     manager, go = worker_on(make_manager, there), threading.Event()
 
     def slow(name: str, path: str, uri: str | None = None) -> str:

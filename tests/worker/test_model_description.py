@@ -14,12 +14,12 @@ from lora_plugins.adapter.model_modules import ModelModules, ModuleKind
 from lora_plugins.scheduler.messages import Failed
 from lora_plugins.worker.model_description import _copies, describe
 from tests.worker import small_model
-from tests.worker.small_model import ATTENTION, LAYERS, MLP, MORE, bring, make_adapter
+from tests.worker.small_model import ATTENTION, LAYERS, MLP, MORE, Make, bring, make_adapter
 from tests.worker.test_fits import FUSED, WORDS, linear, model_with_words, on_two_devices
 
 
 @pytest.fixture
-def manager(make_manager: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+def manager(make_manager: Make, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(small_model, "small_model", model_with_words)
     return make_manager(slots=1, max_adapters=64)
 
@@ -79,7 +79,7 @@ def test_sizes_are_those_of_the_whole_model_on_several_devices(manager: Any) -> 
     ids=["SiLU", "GELU", "clamped", "norm between"],
 )
 def test_inputs_of_down_proj_have_up_proj_as_a_factor(
-    make_manager: Any, monkeypatch: pytest.MonkeyPatch, activation: str, more: dict[str, Any], factor: str
+    make_manager: Make, monkeypatch: pytest.MonkeyPatch, activation: str, more: dict[str, Any], factor: str
 ) -> None:
     from vllm.model_executor.layers import activation as activations
 

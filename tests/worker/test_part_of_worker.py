@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,11 @@ from lora_plugins.worker.host_memory import bytes_of
 from lora_plugins.worker.model_description import describe
 from lora_plugins.worker.slot_copy import patch_set_lora
 from tests.worker.real_models import HIDDEN, held_in, tensors_for, write_adapter
-from tests.worker.small_model import MAX_RANK, Adapter, bring, put, slots_of
+from tests.worker.small_model import MAX_RANK, Adapter, Make, bring, put, slots_of
 
 patch_set_lora()
 TWO = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 SHARED = {"parallel": TWO, "fully_sharded_loras": True}
-Make = Callable[..., Any]
 
 
 def adapter_for(manager: Any, directory: Path, rank: int) -> Adapter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +20,7 @@ from tests.worker import small_model
 from tests.worker.small_model import (
     WIDTH,
     Adapter,
+    Make,
     bring,
     ended,
     evict,
@@ -33,8 +33,6 @@ from tests.worker.small_model import (
     wrong_answers,
 )
 from tests.worker.test_fits import WORDS, model_with_words
-
-Make = Callable[..., Any]
 
 
 @pytest.fixture(autouse=True)

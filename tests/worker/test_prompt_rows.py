@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,14 @@ import torch
 
 from lora_plugins.worker.prompt_rows import PromptRows, rows_of_batch
 from tests.worker import small_model
-from tests.worker.small_model import WIDTH, Adapter, make_adapter, serve, step
+from tests.worker.small_model import WIDTH, Adapter, Make, make_adapter, serve, step
 from tests.worker.test_fits import WORDS, model_with_words
 
 HEAD = "base_model.model.lm_head.lora_{}.weight"
 
 
 @pytest.fixture
-def manager(make_manager: Callable[..., Any], kernels: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+def manager(make_manager: Make, kernels: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     def with_logits() -> Any:
         made = model_with_words()
         made.lm_head.weight.data.normal_(generator=torch.Generator().manual_seed(2))

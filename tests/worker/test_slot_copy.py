@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from lora_plugins.kernels.layers import watch
 from lora_plugins.worker.slot_copy import patch_set_lora
-from tests.worker.small_model import MAX_RANK
+from tests.worker.small_model import MAX_RANK, Make
 
 patch_set_lora()
 SEEDS = range(20)
@@ -47,7 +46,7 @@ def write(module: Any, index: int, sides_a: list[Any], sides_b: list[Any]) -> No
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_stale_rows_never_survive(make_manager: Callable[..., Any], seed: int) -> None:
+def test_stale_rows_never_survive(make_manager: Make, seed: int) -> None:
     generator = random.Random(seed)
     torch.manual_seed(seed)
     modules = make_manager(slots=2)._adapter_manager.modules
@@ -72,7 +71,7 @@ def test_stale_rows_never_survive(make_manager: Callable[..., Any], seed: int) -
 
 
 @pytest.mark.parametrize("watched_first", [True, False], ids=["watched first", "written first"])
-def test_watchers_of_slot_writes_are_notified(make_manager: Callable[..., Any], watched_first: bool) -> None:
+def test_watchers_of_slot_writes_are_notified(make_manager: Make, watched_first: bool) -> None:
     module = next(m for m in make_manager()._adapter_manager.modules.values() if m.n_slices == 1)
     layer = watch(module) if watched_first else None
     write(module, 0, *random_weights(module, MAX_RANK, random.Random(0)))
@@ -85,7 +84,7 @@ def test_watchers_of_slot_writes_are_notified(make_manager: Callable[..., Any], 
     assert ranks[0] == (0,)
 
 
-def test_narrower_than_the_slot_goes_vllms_way(make_manager: Callable[..., Any]) -> None:
+def test_narrower_than_the_slot_goes_vllms_way(make_manager: Make) -> None:
     """As for an adapter of a model with a smaller vocabulary; what is then known of the slot is nothing."""
     module = next(m for m in make_manager()._adapter_manager.modules.values() if m.n_slices == 1)
     write(module, 0, *random_weights(module, MAX_RANK, random.Random(0)))

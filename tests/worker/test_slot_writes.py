@@ -6,8 +6,6 @@ import os
 import queue
 import sys
 import threading
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,19 +18,18 @@ from lora_plugins.worker.slot_stream import SlotStream
 from tests.worker.small_model import (
     Adapter,
     Blocked,
+    Make,
     activate,
     bring,
-    differences,
     ended,
     evict,
     holds,
     put,
+    runs,
     serve,
     slots_of,
     step,
 )
-
-Make = Callable[..., Any]
 
 
 def being_written(manager: Any, adapter: Adapter, slot: int) -> tuple[Blocked, int]:
@@ -56,8 +53,7 @@ def test_a_slot_being_written_belongs_to_no_adapter(make_manager: Make, adapters
         step(manager, adapters[1])
     blocked.end()
     assert isinstance(ended(manager, job), Activated)
-    step(manager, adapters[0], adapters[1])
-    assert all(holds(manager, adapter) for adapter in adapters[:2])
+    assert runs(manager, adapters[0], adapters[1])
 
 
 def test_an_earlier_owner_leaves_before_its_slot_is_written(make_manager: Make, adapters: list[Adapter]) -> None:
@@ -105,7 +101,7 @@ def test_evicted_and_loaded_again_before_the_first_job_began(make_manager: Make,
     assert manager.list_adapters() == {2, 3}
     for slot, adapter in enumerate(adapters[1:3]):
         put(manager, adapter, slot)
-    assert all(holds(manager, adapter) for adapter in adapters[1:3])
+    assert holds(manager, *adapters[1:3])
 
 
 def test_commands_of_one_step_run_in_planned_order(make_manager: Make, adapters: list[Adapter]) -> None:
@@ -128,58 +124,7 @@ def test_remove_all_leaves_what_is_planned(make_manager: Make, adapters: list[Ad
     assert manager.list_adapters() == {1, 2}
     blocked.end()
     ended(manager, job)
-    step(manager, adapters[0], adapters[1])
-    assert all(holds(manager, adapter) for adapter in adapters[:2])
-
-
-# --- with both kinds of kernels ---
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_storm_of_both_threads(make_manager: Make, adapters: list[Adapter], seed: int) -> None:
-    """Commands, batches and writes as fast as they go: every batch finds its adapters' own weights."""
-    import random
-
-    choose, manager = random.Random(seed), make_manager(slots=2)
-    number = 5000
-    owner: dict[int, int] = {}  # by slot
-    pending: dict[int, tuple[int, int]] = {}  # job: slot, adapter
-    loads: dict[int, int] = {}  # job: adapter
-    here: set[int] = set()
-    deadline = time.monotonic() + 60
-    for _ in range(300):
-        assert time.monotonic() < deadline
-        commands: list[Any] = []
-        number += 1
-        busy = {slot for slot, _ in pending.values()}
-        idle_ids = sorted(here - {each for _, each in pending.values()})
-        free = [slot for slot in range(2) if slot not in busy]
-        action = choose.choice(["load", "activate", "evict", "nothing"])
-        if action == "load" and (absent := sorted({1, 2, 3, 4, 5} - here - set(loads.values()))):
-            chosen = choose.choice(absent)
-            commands.append(Load(adapters[chosen - 1].spec, chosen, number))
-            loads[number] = chosen
-        elif action == "activate" and free and (able := [each for each in idle_ids if each not in owner.values()]):
-            slot, chosen = choose.choice(free), choose.choice(able)
-            commands.append(Activate(chosen, slot, number))
-            pending[number] = slot, chosen
-            owner.pop(slot, None)
-        elif action == "evict" and here:
-            chosen = choose.choice(sorted(here))
-            commands.append(Evict(chosen))
-            here.discard(chosen)
-            pending = {job: each for job, each in pending.items() if each[1] != chosen}
-            owner = {slot: each for slot, each in owner.items() if each != chosen}
-        manager.begin_step(commands)
-        batch = [adapters[each - 1] for each in owner.values()]
-        step(manager, *batch)
-        assert all(differences(manager, slot, adapters[each - 1]) == [] for slot, each in owner.items())
-        for report in manager.reports(choose.choice([0.0, 0.0, 0.01])):
-            if isinstance(report, Loaded) and report.job in loads:
-                here.add(loads.pop(report.job))
-            if isinstance(report, Activated) and report.job in pending:
-                slot, chosen = pending.pop(report.job)
-                owner[slot] = chosen
+    assert runs(manager, adapters[0], adapters[1])
 
 
 LIMIT_S = 30

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lora_plugins.adapter.model_modules import TokenPlaces
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
-from lora_plugins.scheduler.messages import Failed
 from lora_plugins.worker.prompt_rows import rows_of_batch
 from lora_plugins.worker.token_layers import find
 from lora_plugins.worker.token_rows import TokenRows
 from lora_plugins.worker.weights_file import patch_safetensors
 from tests.worker import small_model
-from tests.worker.small_model import WIDTH, Adapter, bring, evict, make_adapter, serve, step
+from tests.worker.small_model import WIDTH, Adapter, Make, evict, failure, make_adapter, serve, step
 from tests.worker.test_fits import WORDS, model_with_words
 
 DELTA = "base_model.model.{}.token_adapter.trainable_tokens_delta"
@@ -65,10 +62,8 @@ def rows(seed: int, count: int = len(IDS), features: int = WIDTH) -> torch.Tenso
 def adapter(directory: Path, number: int, ids: Any = None, **tensors: torch.Tensor) -> Adapter:
     """A plain adapter, or one with these ids and rows, which stand for `embed_tokens` and `lm_head`."""
     names = {"embedding": EMBEDDING, "head": HEAD}
-    made = make_adapter(directory / str(number), number, change={names[one]: it for one, it in tensors.items()})
-    config = made.path / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"trainable_token_indices": ids}))
-    return made
+    change = {names[one]: it for one, it in tensors.items()}
+    return make_adapter(directory / str(number), number, change=change, trainable_token_indices=ids)
 
 
 def embedded(manager: Any, *ids: int) -> torch.Tensor:
@@ -89,7 +84,7 @@ def of_base(manager: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_rows_replace_those_of_their_own_adapter(
-    make_manager: Callable[..., Any], model: Any, kernels: str, tmp_path: Path, is_tied: bool
+    make_manager: Make, model: Any, kernels: str, tmp_path: Path, is_tied: bool
 ) -> None:
     model.is_tied = is_tied
     manager = make_manager(slots=3)
@@ -111,7 +106,7 @@ def test_rows_replace_those_of_their_own_adapter(
     assert torch.allclose(logits(manager, hidden), wanted, atol=1e-5)
 
 
-def test_a_head_has_rows_of_its_own(make_manager: Callable[..., Any], model: Any, tmp_path: Path) -> None:
+def test_a_head_has_rows_of_its_own(make_manager: Make, model: Any, tmp_path: Path) -> None:
     model.is_tied = True
     manager = make_manager()
     ids = {"embed_tokens": IDS, "lm_head": [7]}
@@ -124,7 +119,7 @@ def test_a_head_has_rows_of_its_own(make_manager: Callable[..., Any], model: Any
     assert torch.equal(embedded(manager, 9)[0], rows(1)[0])
 
 
-def test_any_write_of_a_slot_takes_its_rows_away(make_manager: Callable[..., Any], model: Any, tmp_path: Path) -> None:
+def test_any_write_of_a_slot_takes_its_rows_away(make_manager: Make, model: Any, tmp_path: Path) -> None:
     model.is_tied = True
     manager = make_manager(slots=1)
     serve(manager, made := adapter(tmp_path, 1, IDS, embedding=rows(1)), 0)
@@ -137,7 +132,7 @@ def test_any_write_of_a_slot_takes_its_rows_away(make_manager: Callable[..., Any
     assert torch.allclose(logits(manager, hidden), hidden @ head.T, atol=1e-5)
 
 
-def test_adapters_that_vllm_adds_have_no_rows(make_manager: Callable[..., Any], model: Any, tmp_path: Path) -> None:
+def test_adapters_that_vllm_adds_have_no_rows(make_manager: Make, model: Any, tmp_path: Path) -> None:
     manager = make_manager(slots=1)
     tokens = manager._adapter_manager.trained_tokens
     tokens._tables[0].write(torch.tensor(sorted(IDS)), rows(1), 0)
@@ -146,9 +141,7 @@ def test_adapters_that_vllm_adds_have_no_rows(make_manager: Callable[..., Any], 
     assert not tokens._tables[0].counts
 
 
-def test_slots_are_whole_after_the_devices_memory_was_lost(
-    make_manager: Callable[..., Any], model: Any, tmp_path: Path
-) -> None:
+def test_slots_are_whole_after_the_devices_memory_was_lost(make_manager: Make, model: Any, tmp_path: Path) -> None:
     manager = make_manager(slots=2)
     serve(manager, made := adapter(tmp_path, 1, IDS, embedding=rows(1)), 0)
     serve(manager, plain := adapter(tmp_path, 2), 1)
@@ -183,9 +176,7 @@ def test_other_slots_have_their_rows_while_one_is_written() -> None:
     assert all(moments)
 
 
-def test_rows_are_scaled_where_the_embedding_scales(
-    make_manager: Callable[..., Any], model: Any, tmp_path: Path
-) -> None:
+def test_rows_are_scaled_where_the_embedding_scales(make_manager: Make, model: Any, tmp_path: Path) -> None:
     def scaling(made: Any) -> None:
         made.embed_tokens.embed_scale = 4.0
 
@@ -198,9 +189,7 @@ def test_rows_are_scaled_where_the_embedding_scales(
     assert torch.allclose(logits(manager, hidden)[0, IDS], rows(1) @ hidden[0], atol=1e-5)
 
 
-def test_a_graph_made_once_reads_what_is_written_later(
-    make_manager: Callable[..., Any], model: Any, tmp_path: Path
-) -> None:
+def test_a_graph_made_once_reads_what_is_written_later(make_manager: Make, model: Any, tmp_path: Path) -> None:
     def without_lora(made: Any) -> None:  # as in most models; vLLM's own layer is no single graph here
         type(made).embedding_modules = {}
 
@@ -221,7 +210,7 @@ def test_a_graph_made_once_reads_what_is_written_later(
 
 
 def test_rows_of_a_prompt_are_those_of_its_request(
-    make_manager: Callable[..., Any], model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_manager: Make, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_model.use_compiled_kernels(monkeypatch)  # vLLM's own end at other rows than those of a batch
     model.is_tied, model.scale = True, lambda hidden: 2 * hidden
@@ -241,7 +230,7 @@ def test_rows_of_a_prompt_are_those_of_its_request(
     assert all(torch.allclose(one, part, atol=1e-5) for one, part in zip(found, parts, strict=True))
 
 
-def test_without_tables_nothing_is_computed(make_manager: Callable[..., Any], model: Any, tmp_path: Path) -> None:
+def test_without_tables_nothing_is_computed(make_manager: Make, model: Any, tmp_path: Path) -> None:
     manager = make_manager()
     serve(manager, plain := adapter(tmp_path, 1), 0)
     step(manager, plain)
@@ -251,7 +240,7 @@ def test_without_tables_nothing_is_computed(make_manager: Callable[..., Any], mo
     assert tokens._with_logits(lambda _: given, given) is given
 
 
-def test_more_rows_than_a_batch_has_end_no_step(make_manager: Callable[..., Any], model: Any, tmp_path: Path) -> None:
+def test_more_rows_than_a_batch_has_end_no_step(make_manager: Make, model: Any, tmp_path: Path) -> None:
     """As of a draft that shares the target's embedding, and pads its batch."""
     manager = make_manager()
     serve(manager, made := adapter(tmp_path, 1, IDS, embedding=rows(1)), 0)
@@ -272,15 +261,14 @@ def test_more_rows_than_a_batch_has_end_no_step(make_manager: Callable[..., Any]
     ids=["other words", "other features", "other ids", "nan"],
 )
 def test_a_worker_refuses_other_rows_than_the_models(
-    make_manager: Callable[..., Any], model: Any, tmp_path: Path, ids: Any, tensors: Any, kind: type, says: str
+    make_manager: Make, model: Any, tmp_path: Path, ids: Any, tensors: Any, kind: type, says: str
 ) -> None:
-    report = bring(make_manager(), adapter(tmp_path, 1, ids, **tensors))
-    assert isinstance(report, Failed)
-    assert isinstance(report.error, kind)
-    assert says in report.error.found + report.error.expected
+    error = failure(make_manager(), adapter(tmp_path, 1, ids, **tensors))
+    assert isinstance(error, kind)
+    assert says in error.found + error.expected
 
 
-def test_models_whose_rows_nothing_replaces_say_why(make_manager: Callable[..., Any], model: Any) -> None:
+def test_models_whose_rows_nothing_replaces_say_why(make_manager: Make, model: Any) -> None:
     manager = make_manager()._adapter_manager
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(pipeline_parallel_size=1, enable_batch_sharded_sampling=False),

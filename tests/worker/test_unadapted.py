@@ -12,20 +12,20 @@ import torch
 from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from lora_plugins.adapter.model_modules import ExpertFormat, Unadapted
-from lora_plugins.scheduler.messages import Failed
+from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, Unadapted
+from lora_plugins.scheduler.messages import Loaded
 from lora_plugins.vllm_patches.worker import adapter_rows
 from lora_plugins.worker.model_description import describe
 from tests.vllm_patches.put_back import put_back
-from tests.worker.real_models import held_in, tensors_for, write_adapter
-from tests.worker.small_model import bring, serve, slots_of
+from tests.worker.real_models import CONFIGS, tensors_for, unlike_vllms, write_adapter
+from tests.worker.small_model import Make, bring, failure
 
 RANK = 4
 TOWER = {"enable_tower_connector_lora": True}
 
 
 @pytest.fixture
-def unadapted(make_real_manager: Callable[..., Any]) -> Callable[..., dict[str, Unadapted]]:
+def unadapted(make_real_manager: Make) -> Callable[..., dict[str, Unadapted]]:
     def of(name: str, **lora: Any) -> dict[str, Unadapted]:
         manager = make_real_manager(name, LRUCacheWorkerLoRAManager, **lora)
         return dict(describe(manager._adapter_manager).unadapted)
@@ -75,7 +75,7 @@ def parts_patched() -> Iterator[None]:
         yield
 
 
-def test_vllm_itself_computes_encoded_frames_with_the_adapters_of_tokens(make_real_manager: Any) -> None:
+def test_vllm_itself_computes_encoded_frames_with_the_adapters_of_tokens(make_real_manager: Make) -> None:
     """Where this fails, vLLM has a mapping for Whisper, and `adapter_rows._init_punica_wrapper` could go."""
     manager = make_real_manager("whisper", LRUCacheWorkerLoRAManager)._adapter_manager
     of_frames = manager.modules["model.encoder.layers.0.mlp.fc1"]
@@ -83,7 +83,7 @@ def test_vllm_itself_computes_encoded_frames_with_the_adapters_of_tokens(make_re
 
 
 @pytest.mark.usefixtures("parts_patched")
-def test_an_encoder_and_what_attends_to_it_need_the_flag(unadapted: Any, make_real_manager: Any) -> None:
+def test_an_encoder_and_what_attends_to_it_need_the_flag(unadapted: Any, make_real_manager: Make) -> None:
     found = unadapted("whisper")
     assert {name for name, why in found.items() if why is Unadapted.TOWER} == ENCODED
     places = set(describe(make_real_manager("whisper")._adapter_manager).places)
@@ -92,7 +92,7 @@ def test_an_encoder_and_what_attends_to_it_need_the_flag(unadapted: Any, make_re
 
 
 @pytest.mark.usefixtures("parts_patched", "small_budget")
-def test_with_the_flag_encoded_frames_have_their_own_rows(make_real_manager: Any) -> None:
+def test_with_the_flag_encoded_frames_have_their_own_rows(make_real_manager: Make) -> None:
     manager = make_real_manager("whisper", LRUCacheWorkerLoRAManager, **TOWER)._adapter_manager
     wrappers = manager.punica_wrapper_mapping
     assert describe(manager).unadapted.keys().isdisjoint(ENCODED)
@@ -104,7 +104,7 @@ def test_with_the_flag_encoded_frames_have_their_own_rows(make_real_manager: Any
 
 
 @pytest.mark.usefixtures("parts_patched")
-def test_a_connector_has_not_the_rows_around_it(make_real_manager: Any) -> None:
+def test_a_connector_has_not_the_rows_around_it(make_real_manager: Make) -> None:
     manager = make_real_manager("idefics3", LRUCacheWorkerLoRAManager)._adapter_manager
     manager.mm_mapping.connector = ["model.text_model.layers.0.mlp"]
     assert manager._get_punica_wrapper("model.text_model.layers.0.mlp.down_proj") is None
@@ -130,26 +130,72 @@ def test_a_head_that_the_model_does_not_adapt_is_named(unadapted: Any) -> None:
     assert unadapted("gpt-oss") == {"lm_head": Unadapted.KIND, "model.embedding": Unadapted.KIND}
 
 
-def test_an_adapter_of_a_tower_is_refused_with_the_flag(make_real_manager: Any, tmp_path: Path) -> None:
+def test_an_adapter_of_a_tower_is_refused_with_the_flag(make_real_manager: Make, tmp_path: Path) -> None:
     manager = make_real_manager("idefics3")
     tower = "base_model.model.model.vision_model.encoder.layers.0.mlp.fc1"
     tensors = tensors_for(describe(manager._adapter_manager), ExpertFormat.PER_EXPERT, RANK)
     tensors |= {f"{tower}.lora_A.weight": torch.ones(RANK, 64), f"{tower}.lora_B.weight": torch.ones(32, RANK)}
-    report = bring(manager, write_adapter(tmp_path / "a", 1, tensors, RANK))
-    assert isinstance(report, Failed)
-    assert "1 of 8 modules of the multimodal tower or connector" in report.error.found
-    assert report.error.remedy.startswith("restart the server with --enable-tower-connector-lora")
+    error = failure(manager, write_adapter(tmp_path / "a", 1, tensors, RANK))
+    assert "1 of 8 modules of the multimodal tower or connector" in error.found
+    assert error.remedy.startswith("restart the server with --enable-tower-connector-lora")
 
 
 @pytest.mark.usefixtures("small_budget")
-def test_with_the_flag_slots_of_the_tower_hold_it(make_real_manager: Any, tmp_path: Path) -> None:
+def test_with_the_flag_slots_of_the_tower_hold_it(make_real_manager: Make, tmp_path: Path) -> None:
     ours = make_real_manager("idefics3", **TOWER)
     vllms = make_real_manager("idefics3", LRUCacheWorkerLoRAManager, **TOWER)
     modules = describe(ours._adapter_manager)
     assert {name.split(".")[1] for name in modules.places} == {"vision_model", "text_model", "connector"}
     adapter = write_adapter(tmp_path / "a", 7, tensors_for(modules, ExpertFormat.PER_EXPERT, RANK), RANK)
-    serve(ours, adapter, 1)
-    vllms.add_adapter(adapter.request())
-    found, wanted = held_in(ours, 1), held_in(vllms, slots_of(vllms).index(7))
-    assert [place for place in wanted if not torch.equal(found[place], wanted[place])] == []
-    assert all(tensor.any() for tensor in wanted.values())
+    assert unlike_vllms(ours, vllms, adapter) == []
+
+
+# --- what vLLM wraps and never calls: it computes with the raw layer or its weight (vllm#48974) ---
+
+KV_B = "model.layers.0.self_attn.kv_b_proj"
+
+
+def uncalled(modules: ModelModules) -> set[str]:
+    return {name for name, why in modules.unadapted.items() if why is Unadapted.UNCALLED}
+
+
+def test_kv_b_proj_is_wrapped_and_takes_no_adapter(make_real_manager: Make) -> None:
+    manager = make_real_manager("deepseek-v2")
+    modules = describe(manager._adapter_manager)
+    assert KV_B in manager._adapter_manager.modules
+    assert uncalled(modules) == {KV_B}
+    assert {name.rpartition(".")[2] for name in modules.places} == {
+        "q_proj", "kv_a_proj_with_mqa", "o_proj", "gate_proj", "up_proj", "down_proj"
+    }  # fmt: skip
+
+
+def test_a_worker_refuses_an_adapter_of_it(
+    make_real_manager: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_real_manager("deepseek-v2")
+    modules = describe(manager._adapter_manager)
+    rest = tensors_for(modules, ExpertFormat.PER_EXPERT, RANK)
+    place = manager._adapter_manager.modules[KV_B]
+    sizes = (RANK, place.base_layer.input_size), (place.base_layer.output_size, RANK)
+    pair = {
+        f"base_model.model.{KV_B}.lora_{side}.weight": next(iter(rest.values())).new_ones(size)
+        for side, size in zip("AB", sizes, strict=True)
+    }
+    assert isinstance(bring(manager, write_adapter(tmp_path / "rest", 1, rest, RANK)), Loaded)
+    error = failure(manager, write_adapter(tmp_path / "all", 2, {**rest, **pair}, RANK))
+    assert f"never computes with an adapter, such as '{KV_B}'" in str(error)
+    monkeypatch.setenv("LORA_PLUGINS_UNMATCHED", "warn")
+    warning = make_real_manager("deepseek-v2")
+    assert isinstance(bring(warning, write_adapter(tmp_path / "warn", 3, {**rest, **pair}, RANK)), Loaded)
+    failure(warning, write_adapter(tmp_path / "alone", 4, pair, RANK))
+
+
+def test_each_worker_of_two_says_so(make_real_manager: Make) -> None:
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    manager = make_real_manager("deepseek-v2", parallel=two)
+    assert uncalled(describe(manager._adapter_manager)) == {KV_B}
+
+
+@pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"deepseek-v2", "idefics3", "paligemma", "whisper"}))
+def test_models_that_call_every_module_keep_all(make_real_manager: Make, name: str) -> None:
+    assert uncalled(describe(make_real_manager(name)._adapter_manager)) == set()

@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lora_plugins.worker.weights_file import MappedTensors, open_weights, patch_safetensors
-from tests.worker.small_model import Adapter
+from tests.worker.small_model import Adapter, Make
 
 READS = 200
 
@@ -87,7 +86,7 @@ def test_a_broken_file_is_refused_by_the_library(tmp_path: Path) -> None:
 
 
 def test_loading_an_adapter_again_and_again_leaves_nothing_behind(
-    make_manager: Callable[..., Any], adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
+    make_manager: Make, adapters: list[Adapter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library itself leaves two integers for each tensor: this one has 36, so 14,400 in 200 loads."""
     from vllm.lora import lora_model
