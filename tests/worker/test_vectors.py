@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,17 +18,20 @@ from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.kernels import packing
 from lora_plugins.kernels.dispatch import TRITON_WRAPPER
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU
-from lora_plugins.scheduler.messages import Failed, Loaded, Move
+from lora_plugins.scheduler.messages import Loaded, Move
 from lora_plugins.worker import loop_work, row_norms, slot_counts, vectors
 from lora_plugins.worker.weights_file import patch_safetensors
+from tests.repetitions import IS_LONG
 from tests.worker import small_model
 from tests.worker.small_model import (
     LAYERS,
     PACKED,
     SHAPES,
     Adapter,
+    Make,
     bring,
     evict,
+    failure,
     load,
     make_adapter,
     put,
@@ -105,11 +106,8 @@ def adapter(directory: Path, number: int, *kinds: str, **options: Any) -> Adapte
         "bias": "bias",
         "ia3_l": "peft_type IA3",
     }
-    made = make_adapter(directory / str(number), number, change=tensors | options.pop("change", {}), **options)
-    config = made.path / "adapter_config.json"
-    ours = {"lora_plugins": [keys[kind] for kind in kinds]}  # as the store writes it
-    config.write_text(json.dumps(json.loads(config.read_text()) | ours))
-    return made
+    options["lora_plugins"] = [keys[kind] for kind in kinds]  # as the store writes it
+    return make_adapter(directory / str(number), number, change=tensors | options.pop("change", {}), **options)
 
 
 def of_base(module: Any, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,6 +138,8 @@ def wrong(manager: Any, *rows: tuple[Adapter | None, int, tuple[str, ...]]) -> l
     step(manager, *used)
     found = []
     for module_name, module in manager._adapter_manager.modules.items():
+        if module_name.startswith("layers.1.") and "Triton" in type(module.punica_wrapper).__name__ and not IS_LONG:
+            continue  # in Triton's interpreter a layer takes seconds
         x = torch.randn(len(rows), module.lora_a_stacked[0].shape[-1], generator=torch.Generator().manual_seed(1))
         base = module.base_layer
         y = base.quant_method.apply(base, x, base.bias)
@@ -163,36 +163,30 @@ def wrong(manager: Any, *rows: tuple[Adapter | None, int, tuple[str, ...]]) -> l
 DORA, B_BIAS, BIAS, IA3 = ("lora_magnitude_vector",), ("lora_B.bias",), ("bias",), ("ia3_l",)
 
 
-def test_every_kind_is_computed_beside_plain_adapters(
-    make_manager: Callable[..., Any], kernels: None, tmp_path: Path
-) -> None:
+def test_every_kind_is_computed_beside_plain_adapters(make_manager: Make, kernels: None, tmp_path: Path) -> None:
     manager = make_manager(slots=6, max_adapters=6)
     every = [(), DORA, B_BIAS, BIAS, (*DORA, *BIAS), IA3]
     made = [adapter(tmp_path, number, *kinds) for number, kinds in enumerate(every, 1)]
     for slot, it in enumerate(made):
         serve(manager, it, slot)
     batch = [(it, number, kinds) for number, (it, kinds) in enumerate(zip(made, every, strict=True), 1)]
-    assert wrong(manager, *batch, *batch[::-1]) == []
+    assert wrong(manager, *batch, batch[0]) == []
 
 
-def test_modules_without_a_pair_have_the_bias_alone(
-    make_manager: Callable[..., Any], kernels: None, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kinds", "options"),
+    [(BIAS, {"modules": {name: SHAPES[name] for name in ("q_proj", "up_proj")}}), (IA3, {})],
+    ids=["modules with a bias alone", "IA3, which has no rank"],
+)
+def test_modules_without_a_pair(
+    make_manager: Make, kernels: None, tmp_path: Path, kinds: tuple[str, ...], options: dict[str, Any]
 ) -> None:
     manager = make_manager()
-    few = {"q_proj": SHAPES["q_proj"], "up_proj": SHAPES["up_proj"]}
-    serve(manager, it := adapter(tmp_path, 1, *BIAS, modules=few), 1)
-    assert wrong(manager, (it, 1, BIAS)) == []
+    serve(manager, it := adapter(tmp_path, 1, *kinds, **options), 1)
+    assert wrong(manager, (it, 1, kinds)) == []
 
 
-def test_ia3_alone_in_a_batch_is_computed_without_a_rank(
-    make_manager: Callable[..., Any], kernels: None, tmp_path: Path
-) -> None:
-    manager = make_manager()
-    serve(manager, it := adapter(tmp_path, 1, *IA3), 1)
-    assert wrong(manager, (it, 1, IA3)) == []
-
-
-def test_factors_of_a_gated_mlps_inputs_are_up_projs(make_manager: Callable[..., Any], tmp_path: Path) -> None:
+def test_factors_of_a_gated_mlps_inputs_are_up_projs(make_manager: Make, tmp_path: Path) -> None:
     """Times factors of up_proj's own outputs."""
     manager = make_manager()
     inputs = {f"{PEFT}layers.{layer}.down_proj.ia3_l": torch.rand(1, 32) for layer in range(LAYERS)}
@@ -212,26 +206,28 @@ def test_factors_of_a_gated_mlps_inputs_are_up_projs(make_manager: Callable[...,
         torch.testing.assert_close(ranks.vectors[0].g[32:], wanted)
 
 
-@pytest.mark.parametrize("kinds", [DORA, B_BIAS, BIAS, IA3], ids=str)
-def test_any_write_of_a_slot_takes_its_vectors_away(
-    make_manager: Callable[..., Any], kernels: None, tmp_path: Path, kinds: tuple[str, ...]
-) -> None:
-    manager = make_manager(slots=1)
-    serve(manager, it := adapter(tmp_path, 1, *kinds), 0)
-    assert wrong(manager, (it, 1, kinds)) == []
-    evict(manager, it)
+def test_any_write_of_a_slot_takes_its_vectors_away(make_manager: Make, kernels: None, tmp_path: Path) -> None:
+    manager = make_manager(slots=1, max_adapters=6)
     few = {"q_proj": SHAPES["q_proj"]}
-    serve(manager, plain := adapter(tmp_path, 2, modules=few), 0)
-    assert wrong(manager, (plain, 2, ())) == []
+    plain = adapter(tmp_path, 9, modules=few)
+    for number, kinds in enumerate((DORA, B_BIAS, BIAS, IA3), 1):
+        serve(manager, it := adapter(tmp_path, number, *kinds), 0)
+        evict(manager, it)
+        serve(manager, plain, 0)
+        assert not any(vectors.watched_ranks(one).vectors for one in manager._adapter_manager.modules.values()), kinds
+        evict(manager, plain)
+    serve(manager, it := adapter(tmp_path, 5, *DORA, *BIAS), 0)
+    assert wrong(manager, (it, 5, (*DORA, *BIAS))) == []
+    evict(manager, it)
+    serve(manager, plain, 0)
+    assert wrong(manager, (plain, 9, ())) == []
     evict(manager, plain)
     manager.add_dummy_lora(plain.request(), 4)
     manager.rewrite_slots()
     assert not any(vectors.watched_ranks(one).vectors for one in manager._adapter_manager.modules.values())
 
 
-def test_slots_have_their_vectors_after_memory_was_lost(
-    make_manager: Callable[..., Any], kernels: None, tmp_path: Path
-) -> None:
+def test_slots_have_their_vectors_after_memory_was_lost(make_manager: Make, kernels: None, tmp_path: Path) -> None:
     manager = make_manager()
     serve(manager, it := adapter(tmp_path, 1, *DORA), 0)
     for module in manager._adapter_manager.modules.values():
@@ -242,9 +238,7 @@ def test_slots_have_their_vectors_after_memory_was_lost(
     assert wrong(manager, (it, 1, DORA)) == []
 
 
-def test_a_version_in_place_of_another_has_its_own_vectors(
-    make_manager: Callable[..., Any], kernels: None, tmp_path: Path
-) -> None:
+def test_a_version_in_place_of_another_has_its_own_vectors(make_manager: Make, kernels: None, tmp_path: Path) -> None:
     manager = make_manager()
     serve(manager, adapter(tmp_path, 1, *DORA), 0)
     bring(manager, second := adapter(tmp_path, 2, *DORA))
@@ -254,7 +248,7 @@ def test_a_version_in_place_of_another_has_its_own_vectors(
 
 
 def test_norms_of_a_layer_are_asked_for_once(
-    make_manager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_manager: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     manager = make_manager()
     asked: list[int] = []
@@ -277,7 +271,7 @@ def test_norms_of_a_layer_are_asked_for_once(
 
 
 def test_layers_are_called_in_the_engines_loop_alone(
-    make_manager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_manager: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """oneDNN's handle of a layer is no two threads'; so a step has a few milliseconds of it."""
     manager = make_manager()
@@ -303,7 +297,7 @@ def test_layers_are_called_in_the_engines_loop_alone(
     assert longest_s < loop_work.SHARE_S + 0.1
 
 
-def test_a_load_in_the_loop_itself_waits_for_nobody(make_manager: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_load_in_the_loop_itself_waits_for_nobody(make_manager: Make, tmp_path: Path) -> None:
     manager = make_manager()
     it = adapter(tmp_path, 1, *DORA)
     assert manager.add_adapter(it.request())
@@ -311,7 +305,7 @@ def test_a_load_in_the_loop_itself_waits_for_nobody(make_manager: Callable[..., 
     assert change.spec is not None
 
 
-def test_a_worker_that_ends_leaves_no_thread_waiting(make_manager: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_worker_that_ends_leaves_no_thread_waiting(make_manager: Make, tmp_path: Path) -> None:
     manager = make_manager()
     load(manager, adapter(tmp_path, 1, *DORA))
     while not manager.jobs.loop_work._waiting:
@@ -335,27 +329,22 @@ def test_a_worker_that_ends_leaves_no_thread_waiting(make_manager: Callable[...,
     ids=["no bias there", "size", "norm", "AdaLoRA", "NaN", "NaN as bias", "NaN as factor", "inputs"],
 )
 def test_what_a_worker_cannot_compute_is_refused(
-    make_manager: Callable[..., Any], tmp_path: Path, change: dict[str, torch.Tensor], kinds: tuple[str, ...],
+    make_manager: Make, tmp_path: Path, change: dict[str, torch.Tensor], kinds: tuple[str, ...],
     kind: type[Exception], says: str,
 ) -> None:  # fmt: skip
-    report = bring(make_manager(), adapter(tmp_path, 1, *kinds, change=change))
-    assert isinstance(report, Failed)
-    assert isinstance(report.error, kind)
     with pytest.raises(kind, match=says):
-        raise report.error
+        raise failure(make_manager(), adapter(tmp_path, 1, *kinds, change=change))
 
 
-def test_a_row_of_weights_without_a_norm_is_refused(make_manager: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_row_of_weights_without_a_norm_is_refused(make_manager: Make, tmp_path: Path) -> None:
     manager = make_manager()
     it = adapter(tmp_path, 1, *DORA, change={f"{PEFT}layers.0.o_proj.lora_B.weight": torch.zeros(16, 4)})
     manager._adapter_manager.modules["layers.0.o_proj"].base_layer.weight.data[3] = 0
-    report = bring(manager, it)
-    assert isinstance(report, Failed)
-    assert "'layers.0.o_proj' that is not finite" in str(report.error)
+    assert "'layers.0.o_proj' that is not finite" in str(failure(manager, it))
 
 
 def test_engines_whose_kernels_compute_no_vectors_say_so(
-    make_manager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_manager: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert make_manager()._modules.without_vectors == ""
     monkeypatch.setattr(CompiledPunicaWrapperCPU, "computes_vectors", False)
@@ -365,7 +354,7 @@ def test_engines_whose_kernels_compute_no_vectors_say_so(
 
 
 def test_workers_add_up_their_squares_at_the_first_activation(
-    make_manager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_manager: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As the first of two workers, whose other part of each row has a squared norm of 7."""
     manager, exchanged = make_manager(), []

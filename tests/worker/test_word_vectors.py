@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +10,9 @@ import torch
 
 from lora_plugins.errors import IncompatibleAdapter, InvalidAdapter
 from lora_plugins.kernels import cpu, packing
-from lora_plugins.scheduler.messages import Failed
 from lora_plugins.worker import row_norms, slot_counts, vectors
 from tests.worker import small_model, test_fits
-from tests.worker.small_model import WIDTH, Adapter, bring, evict, make_adapter, serve
+from tests.worker.small_model import WIDTH, Adapter, Make, evict, failure, make_adapter, serve
 from tests.worker.test_fits import model_with_words
 from tests.worker.test_vectors import PEFT, kernels, model
 
@@ -62,11 +59,8 @@ def tensors_of(number: int) -> dict[str, torch.Tensor]:
 def adapter(directory: Path, number: int, *, is_dora: bool = True, **change: torch.Tensor | None) -> Adapter:
     given = tensors_of(number) | {f"{PEFT}{name}": one for name, one in change.items()}
     kept = {name: one for name, one in given.items() if one is not None and (is_dora or MAGNITUDE not in name)}
-    made = make_adapter(directory / str(number), number, modules={}, change=kept)
-    config = made.path / "adapter_config.json"
-    ours = {"lora_plugins": ["use_dora"] if is_dora else []}  # as the store writes it
-    config.write_text(json.dumps(json.loads(config.read_text()) | ours))
-    return made
+    ours = ["use_dora"] if is_dora else []  # as the store writes it
+    return make_adapter(directory / str(number), number, modules={}, change=kept, lora_plugins=ours)
 
 
 def weights(manager: Any, number: int | None, *, is_dora: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,9 +95,7 @@ def check(manager: Any, *rows: tuple[Adapter | None, bool]) -> None:
         torch.testing.assert_close(logits[row], hidden[row] @ head.T, rtol=2e-4, atol=2e-4, msg=f"head, {row}")
 
 
-def test_magnitudes_of_words_are_computed_beside_other_rows(
-    make_manager: Callable[..., Any], kernels: None, tmp_path: Path
-) -> None:
+def test_magnitudes_of_words_are_computed_beside_other_rows(make_manager: Make, kernels: None, tmp_path: Path) -> None:
     manager = make_manager(slots=3)
     dora, other, plain = (adapter(tmp_path, n, is_dora=n < 3) for n in (1, 2, 3))
     for slot, it in enumerate((dora, other, plain)):
@@ -116,7 +108,7 @@ def test_magnitudes_of_words_are_computed_beside_other_rows(
 
 
 def test_a_head_of_a_large_rank_is_computed_by_torch(
-    make_manager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_manager: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cpu, "LARGEST_COPIED_RANK", 0)
     for user in (packing, slot_counts):
@@ -127,7 +119,7 @@ def test_a_head_of_a_large_rank_is_computed_by_torch(
 
 
 def test_workers_add_up_the_squares_of_their_own_words(
-    make_manager: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    make_manager: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """As the second of two workers, which has the words from 32 on, and padding."""
     manager, it = make_manager(), adapter(tmp_path, 1)
@@ -168,19 +160,15 @@ def test_workers_add_up_the_squares_of_their_own_words(
     ids=["size", "head's size", "two", "no A", "lost", "NaN"],
 )
 def test_what_cannot_be_computed_is_refused(
-    make_manager: Callable[..., Any], tmp_path: Path, change: dict[str, torch.Tensor | None], kind: type[Exception],
+    make_manager: Make, tmp_path: Path, change: dict[str, torch.Tensor | None], kind: type[Exception],
     says: str,
 ) -> None:  # fmt: skip
-    report = bring(make_manager(), adapter(tmp_path, 1, **change))
-    assert isinstance(report, Failed), report
     with pytest.raises(kind, match=says):
-        raise report.error
+        raise failure(make_manager(), adapter(tmp_path, 1, **change))
 
 
 @pytest.mark.parametrize("what", ["bias", "rows"])
-def test_a_head_with_a_bias_or_without_rows_is_refused(
-    make_manager: Callable[..., Any], tmp_path: Path, what: str
-) -> None:
+def test_a_head_with_a_bias_or_without_rows_is_refused(make_manager: Make, tmp_path: Path, what: str) -> None:
     manager = make_manager()
     head = manager._adapter_manager.model.lm_head
     if what == "bias":
@@ -189,6 +177,4 @@ def test_a_head_with_a_bias_or_without_rows_is_refused(
         from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
         head.quant_method = UnquantizedLinearMethod()
-    report = bring(manager, adapter(tmp_path, 1))
-    assert isinstance(report, Failed), report
-    assert "magnitudes of 'lm_head'" in str(report.error)
+    assert "magnitudes of 'lm_head'" in str(failure(manager, adapter(tmp_path, 1)))
