@@ -13,35 +13,17 @@ import torch
 
 pytest.importorskip("triton", reason="Triton's interpreter comes with Triton, which is for Linux only")
 
-from vllm.lora.layers import (
-    ColumnParallelLinearWithLoRA,
-    MergedColumnParallelLinearVariableSliceWithLoRA,
-    MergedColumnParallelLinearWithLoRA,
-    MergedQKVParallelLinearWithLoRA,
-    QKVParallelLinearWithLoRA,
-    ReplicatedLinearWithLoRA,
-    RowParallelLinearWithLoRA,
-    VocabParallelEmbeddingWithLoRA,
-    classifier,
-)
-from vllm.lora.layers.base import BaseLayerWithLoRA
-from vllm.lora.model_manager import LoRAModelManager
+from vllm.lora import layers as lora_layers
+from vllm.lora.layers import classifier
 from vllm.lora.utils import from_layer, from_layer_classification, from_layer_logits_processor
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
-from vllm.model_executor.layers.linear import (
-    ColumnParallelLinear,
-    MergedColumnParallelLinear,
-    QKVParallelLinear,
-    ReplicatedLinear,
-    RowParallelLinear,
-)
+from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.platforms import current_platform
 
 from lora_plugins.errors import IncompatibleAdapter, InvalidSettings
+from lora_plugins.kernels.dispatch import TRITON_WRAPPER
 from lora_plugins.kernels.triton_ops.rank_tables import _RankTable
-from lora_plugins.vllm_patches.worker.punica_wrapper import register_layers
 from tests.kernels.common import padded_to
 from tests.kernels.triton_bed import TOLERANCE
 from tests.kernels.triton_layers import (
@@ -62,37 +44,51 @@ from tests.worker import small_model
 from tests.worker.small_model import one_process
 
 IN, OUT = 24, 32
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 # What vLLM finds for each: its class, the slices' widths, and the names that it packs into the layer.
 LINEAR: dict[str, tuple[type, Callable[..., Any], tuple[int, ...], list[str]]] = {
-    "column": (ColumnParallelLinearWithLoRA, lambda **k: ColumnParallelLinear(IN, OUT, **k), (OUT,), ["c"]),
-    "row": (RowParallelLinearWithLoRA, lambda **k: RowParallelLinear(IN, OUT, **k), (OUT,), ["o"]),
-    "replicated": (ReplicatedLinearWithLoRA, lambda **k: ReplicatedLinear(IN, OUT, **k), (OUT,), ["g"]),
+    "column": (
+        lora_layers.ColumnParallelLinearWithLoRA,
+        lambda **k: linear.ColumnParallelLinear(IN, OUT, **k),
+        (OUT,),
+        ["c"],
+    ),
+    "row": (lora_layers.RowParallelLinearWithLoRA, lambda **k: linear.RowParallelLinear(IN, OUT, **k), (OUT,), ["o"]),
+    "replicated": (
+        lora_layers.ReplicatedLinearWithLoRA,
+        lambda **k: linear.ReplicatedLinear(IN, OUT, **k),
+        (OUT,),
+        ["g"],
+    ),
     "merged": (
-        MergedColumnParallelLinearWithLoRA,
-        lambda **k: MergedColumnParallelLinear(IN, [OUT, OUT], **k),
+        lora_layers.MergedColumnParallelLinearWithLoRA,
+        lambda **k: linear.MergedColumnParallelLinear(IN, [OUT, OUT], **k),
         (OUT, OUT),
         ["left", "right"],
     ),
     "merged, one pair": (
-        ColumnParallelLinearWithLoRA,
-        lambda **k: MergedColumnParallelLinear(IN, [OUT, OUT], **k),
+        lora_layers.ColumnParallelLinearWithLoRA,
+        lambda **k: linear.MergedColumnParallelLinear(IN, [OUT, OUT], **k),
         (2 * OUT,),
         ["gate_up"],
     ),
     "many slices": (
-        MergedColumnParallelLinearVariableSliceWithLoRA,
-        lambda **k: MergedColumnParallelLinear(IN, [8, 16, 8, 24], **k),
+        lora_layers.MergedColumnParallelLinearVariableSliceWithLoRA,
+        lambda **k: linear.MergedColumnParallelLinear(IN, [8, 16, 8, 24], **k),
         (8, 16, 8, 24),
         ["a", "b", "c", "d"],
     ),
     "qkv": (
-        MergedQKVParallelLinearWithLoRA,
-        lambda **k: QKVParallelLinear(IN, 8, 4, 2, **k),
+        lora_layers.MergedQKVParallelLinearWithLoRA,
+        lambda **k: linear.QKVParallelLinear(IN, 8, 4, 2, **k),
         (32, 16, 16),
         ["q", "k", "v"],
     ),
-    "qkv, one pair": (QKVParallelLinearWithLoRA, lambda **k: QKVParallelLinear(IN, 8, 4, 2, **k), (64,), ["qkv"]),
+    "qkv, one pair": (
+        lora_layers.QKVParallelLinearWithLoRA,
+        lambda **k: linear.QKVParallelLinear(IN, 8, 4, 2, **k),
+        (64,),
+        ["qkv"],
+    ),
 }
 
 
@@ -118,28 +114,10 @@ def base_output(layer: Any, x: torch.Tensor) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-@pytest.mark.parametrize(
-    ("which", "dtype"),
-    [*((which, torch.float32) for which in LINEAR), *(("merged", dtype) for dtype in DTYPES if dtype.itemsize == 2)],
-    ids=str,
-)
-def test_linear_layers(which: str, dtype: torch.dtype) -> None:
-    wrapper = make_wrapper(lora_config(dtype))
-    layer, widths = layer_of(which, wrapper, dtype)
-    adapters = Adapters.fill(layer, IN, widths, dtype=dtype)
-    set_traps(layer)
-    map_rows(wrapper, MIXED)
-    x = torch.randn(len(MIXED) + 3, IN).to(dtype)  # the last three rows are padding
-    before = base_output(layer, x)
-    with padded_to(len(x)):
-        found, _ = layer(x)
-    check(found, adapters.expected(before, x, MIXED), before, MIXED)
-
-
 @pytest.mark.parametrize("why", [None, "fully sharded", "dual stream"])
 def test_only_layers_that_take_vectors_have_memory_for_them(why: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     base, config = (
-        ready(RowParallelLinear(IN, OUT, bias=False)),
+        ready(linear.RowParallelLinear(IN, OUT, bias=False)),
         lora_config(fully_sharded_loras=why == "fully sharded"),
     )
     wrapper, layer = make_wrapper(config), from_layer(base, SLOTS, config, ["o"])
@@ -149,17 +127,27 @@ def test_only_layers_that_take_vectors_have_memory_for_them(why: str | None, mon
     assert known.vectors.shape == (SLOTS, 2, 0 if why else OUT)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("which", LINEAR)
-def test_layers_with_vectors(which: str, dtype: torch.dtype) -> None:
-    """Of three adapters one is plain, and one has vectors for the layer and no pair."""
+@pytest.mark.parametrize(
+    ("which", "dtype"),
+    [
+        *((which, torch.float32) for which in LINEAR),
+        *(
+            pytest.param(which, dtype, marks=[] if which == "merged" else pytest.mark.nightly)
+            for which in LINEAR
+            for dtype in (torch.float16, torch.bfloat16)
+        ),
+    ],
+    ids=str,
+)
+def test_linear_layers(which: str, dtype: torch.dtype) -> None:
+    """Of three adapters one is plain, one has a pair and vectors, and one has vectors for the layer and no pair."""
     wrapper = make_wrapper(lora_config(dtype))
     layer, widths = layer_of(which, wrapper, dtype)
     adapters = Adapters.fill(layer, IN, widths, dtype=dtype, ranks={0: 16, 2: 5})
     set_traps(layer)
     adapters.turn(layer, 2, 3)
     map_rows(wrapper, MIXED)
-    x = torch.randn(len(MIXED) + 3, IN).to(dtype)
+    x = torch.randn(len(MIXED) + 3, IN).to(dtype)  # the last three rows are padding
     before = base_output(layer, x)
     with padded_to(len(x)):
         found, _ = layer(x)
@@ -170,11 +158,10 @@ def test_layers_with_vectors(which: str, dtype: torch.dtype) -> None:
     assert torch.equal(layer(x[:2])[0][0], before[0]), "the vectors left with the slot's content"
 
 
-@pytest.mark.parametrize("which", ["column", "qkv"])
-def test_rows_that_vllm_has_named_no_adapter_of_are_refused(which: str) -> None:
+def test_rows_that_vllm_has_named_no_adapter_of_are_refused() -> None:
     """An encoder's, say; they are no padding, and would be computed silently as the base model's."""
     wrapper = make_wrapper()
-    layer, widths = layer_of(which, wrapper)
+    layer, widths = layer_of("qkv", wrapper)
     x = torch.randn(len(MIXED) + 3, IN)
     map_rows(wrapper, MIXED)
     before = base_output(layer, x)
@@ -230,12 +217,12 @@ def test_the_lora_part_alone_as_two_streams_compute_it(shape: tuple[int, ...], m
     check(found, adapters.expected(before.view_as(found), x.view(-1, IN), MIXED), before.view_as(found), MIXED)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_embeddings(dtype: torch.dtype) -> None:
     wrapper = make_wrapper(lora_config(dtype))
     base = ready(VocabParallelEmbedding(VOCABULARY, OUT, params_dtype=dtype))
     layer = from_layer(base, SLOTS, lora_config(dtype), [])
-    assert type(layer) is VocabParallelEmbeddingWithLoRA
+    assert type(layer) is lora_layers.VocabParallelEmbeddingWithLoRA
     with_mapping(layer, wrapper)
     adapters = Adapters.fill(layer, VOCABULARY, (OUT,), dtype=dtype)
     set_traps(layer)
@@ -246,8 +233,9 @@ def test_embeddings(dtype: torch.dtype) -> None:
     check(layer(tokens), adapters.expected(before, one_hot, MIXED), before, MIXED)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dtype", [None, torch.float32], ids=["model's", "float32 head"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dtype"), [(torch.float32, None), (torch.float16, torch.float32), (torch.bfloat16, None)], ids=str
+)
 def test_logits_follow_the_sampled_rows(dtype: torch.dtype, head_dtype: torch.dtype | None) -> None:
     wrapper = make_wrapper(lora_config(dtype))
     head = ready(ParallelLMHead(VOCABULARY, IN, params_dtype=dtype))
@@ -265,51 +253,41 @@ def test_logits_follow_the_sampled_rows(dtype: torch.dtype, head_dtype: torch.dt
     check(found, adapters.expected(before, x, MIXED), before, MIXED, tolerance=TOLERANCE[dtype])
 
 
-def test_a_classification_head_with_both_whole_heads_and_pairs() -> None:
-    """A whole head (`modules_to_save`) takes the place of the base model's; vLLM has them since 0.31."""
-    wrapper = make_wrapper()
-    base = ready(ReplicatedLinear(IN, 3, bias=True))
-    layer = from_layer_classification(base, SLOTS, lora_config())
+def of_sequences() -> tuple[Any, list[int], list[int] | None]:
+    layer = from_layer_classification(ready(linear.ReplicatedLinear(IN, 3, bias=True)), SLOTS, lora_config())
     if not hasattr(layer, "full_weight_stacked"):
         pytest.skip("vLLM has whole heads since 0.31")
-    with_mapping(layer, wrapper)
-    adapters = Adapters.fill(layer, IN, (3,), ranks={0: 5})
-    set_traps(layer)
-    weight, bias = torch.randn(3, IN), torch.randn(3)
-    layer.set_module_to_save(2, weight, bias)
-    slots = [0, 2, -1, 3]
-    map_rows(wrapper, [0] * 9, sampled=slots)
-    layer.set_output_mapping(tuple(slots))
-    x = torch.randn(len(slots), IN)
-    before = base_output(layer, x)
-    expected = adapters.expected(before, x, slots)
-    expected[1] = weight.double() @ x[1].double() + bias
-    found = layer(x)
-    assert torch.equal(found[[2, 3]], before[[2, 3]])
-    assert (found.double() - expected).abs().max() < TOLERANCE[torch.float32] * 10
+    return layer, [0] * 9, [0, 2, -1, 3]
 
 
-def test_a_token_classification_head_with_a_whole_head() -> None:
+def of_tokens() -> tuple[Any, list[int], list[int] | None]:
     kind = getattr(classifier, "TokenClassificationHeadWithLoRA", None)
     if kind is None:
         pytest.skip("vLLM has heads for tokens since 0.33")
-    wrapper = make_wrapper()
-    base = ready(ReplicatedLinear(IN, 3, bias=True))
-    layer = kind(base)
+    layer = kind(ready(linear.ReplicatedLinear(IN, 3, bias=True)))
     layer.create_lora_weights(SLOTS, lora_config())
+    return layer, MIXED, None
+
+
+@pytest.mark.parametrize("make", [of_sequences, of_tokens])
+def test_classification_heads_have_whole_heads_and_pairs(make: Callable[[], Any]) -> None:
+    """A whole head (`modules_to_save`) takes the place of the base model's."""
+    wrapper = make_wrapper()
+    layer, slot_of_row, sampled = make()
     with_mapping(layer, wrapper)
     adapters = Adapters.fill(layer, IN, (3,), ranks={0: 5, 3: 16})
     set_traps(layer)
     weight, bias = torch.randn(3, IN), torch.randn(3)
     layer.set_module_to_save(2, weight, bias)
-    map_rows(wrapper, MIXED)
-    layer.set_output_mapping(tuple(MIXED))
-    x = torch.randn(len(MIXED) + 2, IN)  # two rows of padding
+    map_rows(wrapper, slot_of_row, sampled)
+    slots = sampled or slot_of_row
+    layer.set_output_mapping(tuple(slots))
+    x = torch.randn(len(slots) + (0 if sampled else 2), IN)  # two rows of padding
     before = base_output(layer, x)
-    expected = adapters.expected(before, x, MIXED)
-    for row in (3, 4):
+    expected = adapters.expected(before, x, slots)
+    for row in (row for row, slot in enumerate(slots) if slot == 2):
         expected[row] = weight.double() @ x[row].double() + bias
-    check(layer(x), expected, before, MIXED)
+    check(layer(x), expected, before, slots)
 
 
 def test_several_wrappers_leave_each_other_as_they_were() -> None:
@@ -347,8 +325,7 @@ def test_vllms_grouping_of_rows_is_done_for_experts_alone(by_vllm: bool) -> None
         _ = wrapper.token_mapping_meta.num_tokens_per_lora
 
 
-@pytest.mark.parametrize("rows", [4, 1])
-@pytest.mark.parametrize("which", ["column", "qkv"])
+@pytest.mark.parametrize(("which", "rows"), [("column", 4), ("qkv", 1)])
 def test_a_layer_that_sees_the_first_rows_only(which: str, rows: int) -> None:
     """64 rows are mapped, of which slot order puts these last; the layer is given fewer."""
     wrapper = make_wrapper()
@@ -367,14 +344,7 @@ def test_activating_an_adapter_copies_all_ranks_at_once(
     manager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launch for each layer's rank would be hundreds of launches."""
-    monkeypatch.setattr(
-        type(current_platform),
-        "get_punica_wrapper",
-        classmethod(lambda _: "lora_plugins.kernels.punica_triton.TritonPunicaWrapper"),
-    )
-    monkeypatch.setattr(BaseLayerWithLoRA, "set_mapping", BaseLayerWithLoRA.set_mapping)  # to be put back
-    monkeypatch.setattr(LoRAModelManager, "activate_adapter", LoRAModelManager.activate_adapter)
-    register_layers()
+    small_model.use_kernels(monkeypatch, TRITON_WRAPPER)
     config = small_model.vllm_config(small_model.base_directory(tmp_path / "base"))
     made = small_model.manager_of(config, LRUCacheWorkerLoRAManager if manager == "vllm" else None)
     modules = made._adapter_manager.modules
