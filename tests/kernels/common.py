@@ -77,6 +77,11 @@ class Case:
         self.plan(buffers, scale).run(result, self.x)
         return result
 
+    def check(self, buffers: Buffers | None = None, scale: float = 1.0, padding_rows: int = 0) -> None:
+        """Compute the batch, and compare it with the reference."""
+        y = self.outputs(padding_rows)
+        assert_equal(self.computed(y, buffers, scale), self.expected(y, scale=scale), y, self.slot_of_row)
+
 
 def batch_of(slot_of_row: list[int]) -> BatchRows:
     return BatchRows(torch.tensor(slot_of_row, dtype=torch.int64))

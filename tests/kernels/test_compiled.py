@@ -20,7 +20,8 @@ import torch
 from lora_plugins.kernels import processor
 from lora_plugins.kernels.compiled import build, prebuilt
 from lora_plugins.kernels.compiled.library import Group, Slice, Work, product_of
-from tests.kernels.common import assert_equal, forget_what_was_built, make_case, pairwise
+from tests.kernels.common import Case, assert_equal, forget_what_was_built, make_case, pairwise
+from tests.repetitions import IS_LONG
 
 if build.problem():
     pytest.skip(f"{build.problem()}: then vLLM's kernels compute", allow_module_level=True)
@@ -28,6 +29,11 @@ if build.problem():
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PANEL = build.product("float32").panel
 LANES = build.product("float32").lanes
+
+
+def made(slot_of_row: list[int], ranks: list[tuple[int, ...]], **options) -> Case:
+    """A case that the compiled product computes."""
+    return make_case(slot_of_row, ranks, products="compiled", **options)
 
 
 THREADS = {"one thread": 1, "two threads": 2}
@@ -59,31 +65,21 @@ def fresh():
 )
 @pytest.mark.usefixtures("threads")
 def test_panels_of_every_width(width, rank, dtype):
-    slot_of_row = [0, 1, -1, 0, 0, 1, 0]
-    case = make_case(
-        slot_of_row, [(rank,), (3,)], inn=37, widths=(width,), max_rank=64, dtype=dtype, products="compiled"
-    )
-    y = case.outputs(padding_rows=1)
-    assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
+    case = made([0, 1, -1, 0, 0, 1, 0], [(rank,), (3,)], inn=37, widths=(width,), max_rank=64, dtype=dtype)
+    case.check(padding_rows=1)
 
 
 @pairwise(rows=[1, 2, 3, 4, 7, 8, 9, 11, 12, 13, 95, 96, 97, 250], dtype=DTYPES, threads=THREADS, indirect=["threads"])
 @pytest.mark.usefixtures("threads")
 def test_every_number_of_rows(rows, dtype):
-    slot_of_row = [-1, *[1] * rows, 0]
-    case = make_case(
-        slot_of_row, [(5, 40), (40, 7)], inn=50, widths=(70, 33), max_rank=40, dtype=dtype, products="compiled"
-    )
-    y = case.outputs()
-    assert_equal(case.computed(y), case.expected(y), y, slot_of_row)
+    case = made([-1, *[1] * rows, 0], [(5, 40), (40, 7)], inn=50, widths=(70, 33), max_rank=40, dtype=dtype)
+    case.check()
 
 
 @pairwise(inn=[511, 512, 513, 1500], scale=[1.0, 0.25], dtype=DTYPES)
 def test_sums_of_several_depths(inn, scale, dtype):
-    slot_of_row = [0, 1, -1, 0, 1]
-    case = make_case(slot_of_row, [(20,), (7,)], inn=inn, widths=(40,), max_rank=20, dtype=dtype, products="compiled")
-    y = case.outputs()
-    assert_equal(case.computed(y, scale=scale), case.expected(y, scale=scale), y, slot_of_row)
+    case = made([0, 1, -1, 0, 1], [(20,), (7,)], inn=inn, widths=(40,), max_rank=20, dtype=dtype)
+    case.check(scale=scale)
 
 
 @pairwise(parts=[2, 3, 7], inn=[7, 600, 1500], dtype=DTYPES, threads=THREADS, indirect=["threads"])
@@ -92,11 +88,10 @@ def test_sums_that_are_divided_among_threads(parts, inn, dtype):
     """Here in parts of our choosing: a machine of many cores makes many."""
     slot_of_row = [0, 1, -1, *[2] * 100, 0, 1]
     ranks, widths = [(20, 7), (0, 64), (5, 0)], (40, 300)
-    case = make_case(slot_of_row, ranks, inn=inn, widths=widths, max_rank=64, dtype=dtype, products="compiled")
+    case = made(slot_of_row, ranks, inn=inn, widths=widths, max_rank=64, dtype=dtype)
     panels = case.weights.panels
     panels.product = dataclasses.replace(panels.product, parts=lambda *_: parts)
-    y = case.outputs()
-    assert_equal(case.computed(y, scale=0.5), case.expected(y, scale=0.5), y, slot_of_row)
+    case.check(scale=0.5)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +112,7 @@ def test_rounded_to_the_nearest(dtype):
     """Sums of two numbers between 1 and 2 lie half-way between two of the dtype's every second time."""
     width = 3 * PANEL + 5
     values, start = (1 + torch.rand(width).to(dtype) for _ in range(2))
-    case = make_case([0], [(1,)], inn=1, widths=(width,), max_rank=1, dtype=dtype, products="compiled")
+    case = made([0], [(1,)], inn=1, widths=(width,), max_rank=1, dtype=dtype)
     case.weights.a[0][0] = case.x[:] = 1
     case.weights.b[0][0, 0, :, 0] = values
     assert torch.equal(case.computed(start[None])[0], (start.double() + values.double()).to(dtype))
@@ -125,7 +120,7 @@ def test_rounded_to_the_nearest(dtype):
 
 @pytest.mark.parametrize("x", [torch.randn(4, 66)[:, ::2], torch.randn(8, 33)[::2]], ids=["columns", "rows"])
 def test_inputs_with_strides_and_outputs_with_gaps(x):
-    case = make_case([0, 1, -1, 0], [(8,), (3,)], products="compiled")
+    case = made([0, 1, -1, 0], [(8,), (3,)])
     case.x = x
     y = case.outputs()
     wide = torch.full((4, 38), 7.0)
@@ -138,7 +133,7 @@ def test_inputs_with_strides_and_outputs_with_gaps(x):
 
 @pytest.mark.parametrize(("rows", "inn"), [(3, 33), (4, 32)], ids=["rows", "columns of x"])
 def test_tensors_that_are_too_small_are_refused(rows, inn):
-    case = make_case([0, 1, -1, 0], [(8,), (3,)], products="compiled")
+    case = made([0, 1, -1, 0], [(8,), (3,)])
     plan = case.plan()
     y = torch.zeros(rows, 19)
     with pytest.raises(ValueError, match="needs 4 rows, 33 columns of x"):
@@ -150,7 +145,7 @@ def test_tensors_that_are_too_small_are_refused(rows, inn):
 @pytest.mark.parametrize("width", [19, 25], ids=["whole y", "y in a wider tensor"])
 @pytest.mark.parametrize("x_stride", [33, 50])
 def test_a_product_repeats_only_what_it_has_checked(rows, width, x_stride):
-    case = make_case([0, 1, -1, 0], [(8,), (3,)], products="compiled")
+    case = made([0, 1, -1, 0], [(8,), (3,)])
     product = case.plan().alone
     case.x = torch.randn(rows, x_stride)[:, :33]
 
@@ -174,7 +169,7 @@ def test_a_product_repeats_only_what_it_has_checked(rows, width, x_stride):
 
 
 def test_panels_are_made_once_for_what_a_slot_holds():
-    panels = make_case([], [(8,), (8,)], products="compiled").weights.panels
+    panels = made([], [(8,), (8,)]).weights.panels
     first = panels.of(0)
     assert panels.of(0) is first
     assert first.flat.nbytes == (math.ceil(8 / LANES) * LANES * 33 + math.ceil(19 / LANES) * LANES * 8) * 4
@@ -184,7 +179,7 @@ def test_panels_are_made_once_for_what_a_slot_holds():
 
 
 def test_an_emptied_slot_leaves_no_panels():
-    weights = make_case([], [(8,), (8,)], products="compiled").weights
+    weights = made([], [(8,), (8,)]).weights
     memory = weakref.ref(weights.panels.of(1).flat)
     weights.ranks.written(1, [0])
     assert memory() is None
@@ -200,10 +195,13 @@ ELSEWHERE = build.ELEMENTS if "avx512f" in processor.this_processor().flags else
     ("dtype", "flags"),
     [
         ("float32", ["-DLANES_16"]),
-        ("bfloat16", ["-DLANES_16"]),
-        ("bfloat16", ["-DDOT_IN_C"]),
+        pytest.param("bfloat16", ["-DLANES_16"], marks=pytest.mark.nightly),
+        pytest.param("bfloat16", ["-DDOT_IN_C"], marks=pytest.mark.nightly),
         ("bfloat16", ["-DDOT_IN_C", "-DLANES_16"]),
-        *((dtype, ["-mno-avx512f"]) for dtype in ELSEWHERE),
+        *(
+            pytest.param(dtype, ["-mno-avx512f"], marks=pytest.mark.nightly if dtype == "bfloat16" else [])
+            for dtype in ELSEWHERE
+        ),
         *((dtype, ["-mno-avx512f", "-DDOT_IN_C", "-DLANES_16"]) for dtype in ELSEWHERE if dtype == "bfloat16"),
         *((dtype, ["-mno-avx512bf16"]) for dtype in ELSEWHERE if dtype == "bfloat16"),
     ],
@@ -225,15 +223,12 @@ def test_other_processors_paths_are_right(monkeypatch, dtype, flags):
 
 def check_two_adapters(slot_of_row, ranks, inn, widths, parts, dtype) -> None:
     """Slot 1 points at an adapter of these ranks, of which a slot's copy would have 64 at most."""
-    case = make_case(
-        slot_of_row, [(3, 17), ranks], inn=inn, widths=widths, max_rank=600, dtype=dtype, products="compiled"
-    )
+    case = made(slot_of_row, [(3, 17), ranks], inn=inn, widths=widths, max_rank=600, dtype=dtype)
     panels = case.weights.panels
     case.weights.ranks.written(1, ranks)
     panels.place(1, panels.of(1))
     panels.product = dataclasses.replace(panels.product, parts=lambda *_: parts)
-    y = case.outputs()
-    assert_equal(case.computed(y, scale=0.5), case.expected(y, scale=0.5), y, slot_of_row)
+    case.check(scale=0.5)
 
 
 ORDERS = {
@@ -271,7 +266,15 @@ def amx(monkeypatch, request):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize(
+    ("order", "threads"),
+    [
+        pytest.param(order, threads, id=f"{name}-{threads}", marks=[] if threads in few else pytest.mark.nightly)
+        for few, (name, order) in zip(({1}, {1}, {1, 2}), ORDERS.items(), strict=True)
+        for threads in THREADS.values()
+    ],
+    indirect=["threads"],
+)
 @pytest.mark.usefixtures("amx", "threads")
 def test_amx_computes_every_shape(order):
     for rows, ranks, inn, widths, parts in (
@@ -285,11 +288,11 @@ def test_amx_computes_every_shape(order):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86-64")
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, pytest.param(-torch.inf, marks=pytest.mark.nightly)])
 @pytest.mark.usefixtures("amx")
 def test_amx_keeps_non_finite_numbers_to_their_rows(bad):
     slot_of_row = [0] * 20 + [1, -1, 0] * 20
-    case = make_case(slot_of_row, [(16,), (16,)], inn=64, widths=(40,), dtype=torch.bfloat16, products="compiled")
+    case = made(slot_of_row, [(16,), (16,)], inn=64, widths=(40,), dtype=torch.bfloat16)
     case.weights.a[0][0, 0, 3, 5] = bad
     case.x[1] = 0
     case.x[5] = bad
@@ -302,12 +305,12 @@ def test_amx_keeps_non_finite_numbers_to_their_rows(bad):
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="an instruction of x86-64")
 def test_avx512_bf16_is_multiplied_with_its_instruction(tmp_path):
-    """In the wheel's object; and in what this file's other tests run, where the processor has the instruction."""
+    """In the wheel's object; in long runs also in what this file's other tests run, where the processor has it."""
     has_it = processor.this_processor().has(processor.AVX512_BF16)
-    for flags in ("-march=x86-64-v4", "-mavx512bf16"), *([()] if has_it else []):
+    for flags in ("-march=x86-64-v4", "-mavx512bf16"), *([()] if has_it and IS_LONG else []):
         assembly = tmp_path / "lora.s"
         command = ["gcc", *build.FLAGS, *flags, "-DELEMENT=BFLOAT16", "-S"]
-        subprocess.run([*command, str(prebuilt.SOURCE), "-o", str(assembly)], check=True, timeout=60)
+        subprocess.run([*command, str(prebuilt.SOURCE), "-o", str(assembly)], check=True, timeout=300)
         text = assembly.read_text()
         assert "vdpbf16ps" in text
         products = re.sub(r"(?ms)^turn:.*?^\t\.size\tturn", "", text)  # vectors are of float32
