@@ -27,13 +27,14 @@ from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU, ReferencePunicaWrapper
 from lora_plugins.worker.slot_copy import patch_set_lora
 from tests.kernels.common import assert_equal, pairwise
+from tests.kernels.cpu_layers import SLOTS, bare_layer, make_wrapper, map_rows
+from tests.repetitions import times
 
 if build.problem():
     pytest.skip(f"{build.problem()}: then there are no panels", allow_module_level=True)
 
 patch_set_lora()
-SLOTS, MAX_RANK, INN = 3, 256, 37
-IDS = [7, 5, 9]
+MAX_RANK, INN = 256, 37
 RANKS = [1, 7, 8, 16, 17, 64, 100, 256]
 WIDTHS = [(19,), (40, 11), (33, 16, 5)]
 DTYPES = [torch.float32, torch.float16]
@@ -41,29 +42,13 @@ MIXED = [0, -1, 2, 1, 0, *[1] * 40, -1, *[0] * 33, 2]
 
 
 def layer_of(widths, dtype=torch.float32, kind=None, inn=INN):
-    """A real LoRA layer of one process with NaN in all its slots, without the base layer that is not run here."""
+    """A layer with NaN in all its slots."""
     kind = kind or (BaseLinearLayerWithLoRA if len(widths) == 1 else MergedColumnParallelLinearWithLoRA)
-    layer = object.__new__(kind)
-    torch.nn.Module.__init__(layer)
-    layer.tp_size, layer.tp_rank = 1, 0
-    layer.n_slices, layer.output_slices, layer.output_sizes = len(widths), widths, list(widths)
-    layer.lora_a_stacked = tuple(torch.full((SLOTS, 1, MAX_RANK, inn), torch.nan, dtype=dtype) for _ in widths)
-    layer.lora_b_stacked = tuple(torch.full((SLOTS, 1, width, MAX_RANK), torch.nan, dtype=dtype) for width in widths)
-    return layer
+    return bare_layer(kind, widths, inn, MAX_RANK, dtype, torch.nan)
 
 
 def wrapper_with(*layers, slot_of_row=MIXED, kind=CompiledPunicaWrapperCPU):
-    wrapper = kind(256, max_batches=200, device="cpu")
-    for layer in layers:
-        wrapper.register(layer)
-    map_rows(wrapper, slot_of_row)
-    return wrapper
-
-
-def map_rows(wrapper, slot_of_row):
-    ids = tuple(0 if slot < 0 else IDS[slot] for slot in slot_of_row)
-    mapping = SimpleNamespace(index_mapping=ids, prompt_mapping=ids, is_prefill=True)
-    wrapper.update_metadata(mapping, IDS, SLOTS + 1, 100)
+    return make_wrapper(kind, slot_of_row, *layers)
 
 
 def random_sides(rank, widths, dtype=torch.float32, inn=INN, missing=()):
@@ -463,7 +448,7 @@ def test_packing_beside_a_product_of_another_slot():
 
     thread = threading.Thread(target=pack)
     thread.start()
-    for _ in range(200):
+    for _ in range(times(200, short=50)):
         truth.check(wrapper, layer, [0, -1, 0, 2])
     enough.set()
     thread.join()

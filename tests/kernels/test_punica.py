@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import pytest
 import torch
-from vllm.lora.layers import LoRAMapping
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
 from vllm.lora.layers.vocab_parallel_embedding import VocabParallelEmbeddingWithLoRA
@@ -19,9 +19,9 @@ from lora_plugins.kernels.layers import watched_ranks
 from lora_plugins.kernels.packing import packer_of
 from lora_plugins.kernels.punica_cpu import CompiledPunicaWrapperCPU, ReferencePunicaWrapper
 from tests.kernels.common import assert_equal, make_case, padded_to
+from tests.kernels.cpu_layers import SLOTS, bare_layer, make_wrapper, map_rows
 
-SLOTS, MAX_RANK, INN = 3, 8, 21
-IDS = [7, 5, 9]  # of the adapters in the slots
+MAX_RANK, INN = 8, 21
 BATCHES = {
     "mixed": [0, -1, 2, 1, 0, -1],
     "one adapter": [1] * 4,
@@ -33,37 +33,14 @@ OURS = [ReferencePunicaWrapper] if build.problem() else [ReferencePunicaWrapper,
 batches = pytest.mark.parametrize("slot_of_row", BATCHES.values(), ids=BATCHES)
 
 
-def layer_of(kind: type, widths: tuple[int, ...]) -> torch.nn.Module:
-    """A real LoRA layer of one process, without the base layer that these tests do not run."""
-    layer = object.__new__(kind)
-    torch.nn.Module.__init__(layer)
-    layer.tp_size, layer.n_slices, layer.output_slices = 1, len(widths), widths
-    layer.output_sizes = list(widths)
-    layer.lora_a_stacked = tuple(torch.zeros(SLOTS, 1, MAX_RANK, INN) for _ in widths)
-    layer.lora_b_stacked = tuple(torch.zeros(SLOTS, 1, width, MAX_RANK) for width in widths)
-    return layer
-
-
-def made(kind: type, slot_of_row: list[int], sampled: list[int] | None = None):
-    wrapper = kind(256, max_batches=16, device="cpu")
-    map_rows(wrapper, slot_of_row, sampled)
-    return wrapper
+def layer_of(kind: type, widths: tuple[int, ...]) -> Any:
+    return bare_layer(kind, widths, INN, MAX_RANK)
 
 
 @pytest.fixture(params=OURS, ids=lambda kind: kind.__name__)
 def wrapper_for(request):
     """Makes a wrapper for a batch's rows and perhaps sampled ones; by the reference, and compiled."""
-    return functools.partial(made, request.param)
-
-
-def map_rows(wrapper, slot_of_row: list[int], sampled: list[int] | None = None) -> None:
-    def ids(slots: list[int]) -> tuple[int, ...]:
-        return tuple(0 if slot < 0 else IDS[slot] for slot in slots)
-
-    prompts = slot_of_row if sampled is None else sampled
-    # vLLM's own prefill metadata has no answer for no rows at all.
-    mapping = LoRAMapping(ids(slot_of_row), ids(prompts), is_prefill=bool(slot_of_row))
-    wrapper.update_metadata(mapping, IDS, SLOTS + 1, 100)
+    return functools.partial(make_wrapper, request.param)
 
 
 def adapter(rank: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,7 +52,7 @@ def test_vllms_own_gives_base_rows_an_adapter_or_masks_them():
     slot_of_row = [0, -1]
     case = make_case(slot_of_row, [(8,)] * SLOTS, inn=INN, max_rank=MAX_RANK)
     y = torch.zeros(2, 19)
-    made(PunicaWrapperCPU, slot_of_row).add_lora_linear(y, case.x, case.weights.a, case.weights.b, 1.0, (19,))
+    make_wrapper(PunicaWrapperCPU, slot_of_row).add_lora_linear(y, case.x, case.weights.a, case.weights.b, 1.0, (19,))
     wrong = y[1].abs().max() > 0
     import vllm
 
@@ -109,22 +86,6 @@ def test_set_lora_notes_the_true_rank_to_read(widths, wrapper_for):
         assert torch.allclose(found[row], expected, atol=1e-5)
 
 
-def test_a_packed_layer_with_an_unadapted_slice_and_reset_slot(wrapper_for):
-    widths = (11, 5, 5)
-    layer = layer_of(MergedColumnParallelLinearWithLoRA, widths)
-    wrapper = wrapper_for([0, 1])
-    wrapper.register(layer)
-    (a, b), (c, d) = adapter(4, 11), adapter(2, 5)
-    layer.set_lora(0, [a, None, c], [b, None, d])
-    layer.set_lora(1, [a, None, c], [b, None, d])
-    layer.reset_lora(1)
-    assert (watched_ranks(layer)[0], watched_ranks(layer)[1]) == ((4, 0, 2), (0, 0, 0))
-    x, y = torch.randn(2, INN), torch.zeros(2, 21)
-    wrapper.add_lora_linear(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, widths)
-    assert torch.allclose(y[0], torch.cat([b @ a @ x[0], torch.zeros(5), d @ c @ x[0]]), atol=1e-5)
-    assert not y[1].any()
-
-
 def test_the_same_batch_goes_on_after_its_slot_was_rewritten(wrapper_for):
     # vLLM calls update_metadata only when the mapping changes; an adapter loaded in place changes none.
     layer = layer_of(BaseLinearLayerWithLoRA, (11,))
@@ -134,23 +95,10 @@ def test_the_same_batch_goes_on_after_its_slot_was_rewritten(wrapper_for):
     for rank in (8, 2, 5):
         a, b = adapter(rank, 11)
         layer.set_lora(0, a, b)
+        layer.set_lora(2, *adapter(8, 11))  # in the background; no row is of its adapter
         y = torch.zeros(1, 11)
         wrapper.add_lora_linear(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, (11,))
         assert torch.allclose(y[0], b @ a @ x[0], atol=1e-5)
-
-
-def test_slot_written_in_the_background_changes_no_running_batch(wrapper_for):
-    layer = layer_of(BaseLinearLayerWithLoRA, (11,))
-    wrapper = wrapper_for([0, -1])
-    wrapper.register(layer)
-    a, b = adapter(4, 11)
-    layer.set_lora(0, a, b)
-    x = torch.randn(2, INN)
-    for _ in range(2):
-        y = torch.zeros(2, 11)
-        wrapper.add_lora_linear(y, x, layer.lora_a_stacked, layer.lora_b_stacked, 1.0, (11,))
-        assert torch.allclose(y[0], b @ a @ x[0], atol=1e-5)
-        layer.set_lora(2, *adapter(8, 11))
 
 
 def test_layers_of_first_rows_and_with_leading_dimensions(wrapper_for):
@@ -267,7 +215,7 @@ def test_startup_fails_with_a_dtype_that_cannot_be_compiled(monkeypatch):
         raise build.CannotCompile(f"cc failed: no {dtype}")
 
     monkeypatch.setattr(build, "product", refuse)
-    wrapper = made(CompiledPunicaWrapperCPU, [0])
+    wrapper = make_wrapper(CompiledPunicaWrapperCPU, [0])
     layer = layer_of(BaseLinearLayerWithLoRA, (11,))
     with pytest.raises(InvalidSettings, match=r"no float32.*LORA_PLUGINS_KERNELS=vllm"):
         wrapper.register(layer)
