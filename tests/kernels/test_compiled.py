@@ -10,7 +10,6 @@ import platform
 import re
 import stat
 import subprocess
-import sys
 import weakref
 from pathlib import Path
 
@@ -315,26 +314,6 @@ def test_avx512_bf16_is_multiplied_with_its_instruction(tmp_path):
         assert "vdpbf16ps" in text
         products = re.sub(r"(?ms)^turn:.*?^\t\.size\tturn", "", text)  # vectors are of float32
         assert "vfmadd" not in products
-
-
-def test_small_stacks_of_threads_are_enough():
-    """libgomp gives its threads stacks of OMP_STACKSIZE."""
-    script = (
-        "import torch\n"
-        "from tests.kernels.common import make_case\n"
-        "torch.set_num_threads(4)\n"
-        "for dtype in (torch.float32, torch.bfloat16, torch.float16):\n"
-        "    case = make_case([0] * 400, [(64,)], inn=1100, widths=(900,), max_rank=64, dtype=dtype, "
-        "products='compiled')\n"
-        "    found = case.computed(torch.zeros(400, 900, dtype=dtype))\n"
-        "    assert found.isfinite().all(), dtype\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "OMP_STACKSIZE": "64k"}, cwd=Path(__file__).parents[2], capture_output=True, text=True,
-        timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:] or done.returncode
 
 
 @pytest.mark.usefixtures("fresh")
