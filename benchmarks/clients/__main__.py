@@ -31,9 +31,9 @@ import httpx
 
 from benchmarks.clients.environments import NotInstalled
 from benchmarks.clients.judged import faults_of
-from benchmarks.clients.recorder import Recorder
 from benchmarks.clients.table import OF_VLLM, PROGRAMS, Program, Run
 from benchmarks.record import keep
+from benchmarks.recorder import Recorder
 from testbed.bed import Bed, prepare
 from testbed.reference import Reference
 from testbed.server import ONE_THREAD, Server, outer_environment, plugged, vllm_server
@@ -43,6 +43,7 @@ ADAPTERS = ("sql", "chat")  # of the testbed; each program has both, under names
 ARGUMENTS = ("--enable-lora", "--max-lora-rank", "64", "--max-loras", "4", "--max-cpu-loras", "64",
              "--max-model-len", "1000", "--max-num-batched-tokens", "1000", "--generation-config", "vllm",
              "--override-generation-config", '{"temperature": 0}')  # fmt: skip
+ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 LONGEST_S = 240.0
 
 
@@ -122,12 +123,13 @@ async def row_of(program: Program, server: Server, bed: Bed, home: Path, of_byte
         run = Run(recorder.url, bed.base, names, folder, bin_folder)
         status, said = await ended(program, run)
     row["took_s"] = round(time.monotonic() - began, 1)
-    row["answers"] = {name: sum(call.model == name for call in recorder.calls) for name in names}
-    row["routes"] = sorted({call.path for call in recorder.calls if call.model in names})
+    calls = [call for call in recorder.calls if call.path in ROUTES and call.status is not None]
+    row["answers"] = {name: sum(call.model == name for call in calls) for name in names}
+    row["routes"] = sorted({call.path for call in calls if call.model in names})
     row |= next((json.loads(line[6:]) for line in said.splitlines() if line.startswith("said: ")), {})
     adapters = {name: bed.adapters / adapter for name, adapter in zip(names, ADAPTERS, strict=True)}
     expected = {name: of_bytes[adapter] for name, adapter in zip(names, ADAPTERS, strict=True)}
-    faults = await asyncio.to_thread(faults_of, recorder.calls, adapters, expected, Reference(bed.base))
+    faults = await asyncio.to_thread(faults_of, calls, adapters, expected, Reference(bed.base))
     if status:
         faults.append(f"ended with {status}: {said[-1500:]}")
     return row | {"faults": faults}

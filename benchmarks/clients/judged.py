@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clients.recorder import Call
+from benchmarks.recorder import Call
 from testbed.reference import Reference
 
 TOKENS = 8  # of an answer that are compared

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.clients.environments import Packages
 
-SCRIPTS = Path(__file__).parent / "programs"
+HERE = Path(__file__).parent
 _TASK = """
 task: users
 dataset_path: json
@@ -40,9 +40,6 @@ class Run:
     folder: Path
     bin: Path
 
-    def script(self, name: str) -> list[list[str]]:
-        return [[str(self.bin / "python"), str(SCRIPTS / f"{name}.py"), self.url, *self.names]]
-
 
 Commands = Callable[[Run], list[list[str]]]
 
@@ -57,8 +54,9 @@ class Program:
     env: Callable[[Run], Mapping[str, str]] = field(default=lambda run: {})
 
 
-def _of_script(name: str) -> Commands:
-    return lambda run: run.script(name)
+def _of_library(name: str) -> Commands:
+    # `-P`, as modules beside the script may be called like modules of a library.
+    return lambda run: [[str(run.bin / "python"), "-P", str(HERE / "programs.py"), name, run.url, *run.names]]
 
 
 def _bench(run: Run, *arguments: str) -> list[str]:
@@ -102,7 +100,7 @@ def _guidellm(run: Run) -> list[list[str]]:
 
 
 def _inspect(run: Run) -> list[list[str]]:
-    task = Path(shutil.copy(SCRIPTS / "inspect_task.py", run.folder)).name  # the program takes relative paths alone
+    task = Path(shutil.copy(HERE / "inspect_task.py", run.folder)).name  # the program takes relative paths alone
     options = ("--max-tokens", "8", "--display", "plain", "--log-dir", str(run.folder))
     return [
         [str(run.bin / "inspect"), "eval", task, "--model", f"openai-api/lora/{name}", *options] for name in run.names
@@ -129,18 +127,18 @@ LITELLM = Packages(("litellm[proxy]==1.108.7",))
 PROGRAMS: Sequence[Program] = (
     Program("vllm-bench-modules", None, _bench_modules),
     Program("vllm-bench-model", None, _bench_model),
-    Program("openai", Packages(("openai==3.3.0",)), _of_script("openai_sdk")),
-    Program("anthropic", Packages(("anthropic==2.14.0",)), _of_script("anthropic_sdk")),
-    Program("litellm", LITELLM, _of_script("litellm_sdk")),
-    Program("litellm-proxy", LITELLM, _of_script("litellm_proxy")),
-    Program("dspy", Packages(("dspy==3.4.1",)), _of_script("dspy_lm")),
-    Program("openai-agents", Packages(("openai-agents==0.24.0",)), _of_script("openai_agents")),
-    Program("pydantic-ai", Packages(("pydantic-ai-slim[openai]==2.68.0",)), _of_script("pydantic_agent")),
-    Program("smolagents", Packages(("smolagents[openai]==1.26.0",)), _of_script("smolagents_model")),
+    Program("openai", Packages(("openai==3.3.0",)), _of_library("openai_sdk")),
+    Program("anthropic", Packages(("anthropic==2.14.0",)), _of_library("anthropic_sdk")),
+    Program("litellm", LITELLM, _of_library("litellm_sdk")),
+    Program("litellm-proxy", LITELLM, _of_library("litellm_proxy")),
+    Program("dspy", Packages(("dspy==3.4.1",)), _of_library("dspy_lm")),
+    Program("openai-agents", Packages(("openai-agents==0.24.0",)), _of_library("openai_agents")),
+    Program("pydantic-ai", Packages(("pydantic-ai-slim[openai]==2.68.0",)), _of_library("pydantic_agent")),
+    Program("smolagents", Packages(("smolagents[openai]==1.26.0",)), _of_library("smolagents_model")),
     Program("inspect-ai", Packages(("inspect-ai==0.3.285", "openai==3.57.0")), _inspect, _lora_service),
     Program("lm-eval", Packages(("lm-eval[api]==0.4.13", "transformers==5.19.0")), _lm_eval),
-    Program("langchain-openai", Packages(("langchain-openai==1.7.4",)), _of_script("langchain_openai_chat")),
-    Program("llama-index", Packages(("llama-index-llms-openai-like==0.8.1",)), _of_script("llama_index_llm")),
+    Program("langchain-openai", Packages(("langchain-openai==1.7.4",)), _of_library("langchain_openai_chat")),
+    Program("llama-index", Packages(("llama-index-llms-openai-like==0.8.1",)), _of_library("llama_index_llm")),
     Program("promptfoo", Packages(("promptfoo@0.121.20",), is_npm=True), _promptfoo, _quiet_npm),
     Program("guidellm", Packages(("guidellm==0.8.1",)), _guidellm),
 )

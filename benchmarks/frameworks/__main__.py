@@ -7,7 +7,7 @@ RL frameworks' own programs, on vLLM alone and with our plugins, by turns: `make
     python -m benchmarks.frameworks --arms ours --steps 3
     RUNNER=v2 python -m benchmarks.frameworks clients  # on Model Runner V2, asynchronous; nothing is kept
 
-- `trl`: TRL's AsyncGRPOTrainer trains SmolLM2 with adapters alone; a recorder (`recorder`) between trainer and server
+- `trl`: TRL's AsyncGRPOTrainer trains SmolLM2 with adapters alone; a recorder between trainer and server
   counts rollouts and syncs, PEFT computes whose weights answered, TRL's client unloads beside eight streams.
 - `clients`: ART's service and SkyRL's client and routes, on a small model.
 - `verl`: verl's worker extension.
@@ -37,8 +37,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.frameworks.judged import Weights, figures
-from benchmarks.frameworks.recorder import Recorder
+from benchmarks.frameworks.judged import Run, Weights, figures
 from benchmarks.record import ROOT, keep
 from testbed import v2_runner
 from testbed.bed import prepare
@@ -84,7 +83,7 @@ async def program(name: str, *arguments: object, log: Path) -> tuple[int, str]:
         **outer_environment(), **ONE_THREAD, "PYTHONPATH": f"{ROOT}{os.pathsep}{frameworks()}", "HF_HUB_OFFLINE": "1",
         "PYTHONWARNINGS": "ignore", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
-    command = [sys.executable, "-P", "-m", f"benchmarks.frameworks.programs.{name}", *map(str, arguments)]
+    command = [sys.executable, "-P", "-m", "benchmarks.frameworks.programs", name, *map(str, arguments)]
     with log.open("wb") as errors:
         process = await asyncio.create_subprocess_exec(
             *command, env=env, cwd=log.parent, stdout=asyncio.subprocess.PIPE, stderr=errors, start_new_session=True
@@ -116,10 +115,10 @@ def clear(server: Server) -> None:
             httpx.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": model["id"]}, timeout=120)
 
 
-async def train(server: Server, base: Path, home: Path, staleness: int, steps: int, slots: int | None) -> Recorder:
+async def train(server: Server, base: Path, home: Path, staleness: int, steps: int, slots: int | None) -> Run:
     """One run of TRL's trainer through a recorder."""
     home.mkdir()
-    async with Recorder(server.url, home / "kept", slots).running() as recorder:
+    async with Run(server.url, kept=home / "kept", slots=slots).running() as recorder:
         arguments = (recorder.url, base, home / "out", steps, staleness, TOKENS)
         recorder.status, _ = await program("trl_trainer", *arguments, log=home / "trl.log")
     return recorder
@@ -130,7 +129,7 @@ def trl(arms: Sequence[str], base: Path, home: Path, steps: int) -> Iterator[dic
     sessions = [(arm, max(STALENESS) + 2) for arm in arms] + [("ours", 1)] * ("ours" in arms)
     for place, (arm, slots) in enumerate(sessions):
         folder = home / f"{place}-{arm}-{slots}"
-        runs: list[tuple[int, Recorder, int]] = []
+        runs: list[tuple[int, Run, int]] = []
         with serving(base, folder, arm, *ARGUMENTS, "--max-loras", str(slots)) as server:
             for staleness in STALENESS if slots > 1 else STALENESS[-1:]:
                 before, asked = preemptions(server), staleness + 2 if slots == 1 else None
@@ -166,7 +165,7 @@ def clients(arms: Sequence[str], versions: Versions, home: Path) -> Iterator[dic
     for arm in arms:
         folder = home / arm
         with serving(
-            versions.base, folder, arm, *arguments, program="benchmarks.frameworks.programs.skyrl_server:main"
+            versions.base, folder, arm, *arguments, program="benchmarks.frameworks.programs:skyrl_server"
         ) as server:
             for name, title in names.items():
                 given = (server.url, versions.base, versions.root / "v1", versions.root / "v2", folder / f"{name}-out")

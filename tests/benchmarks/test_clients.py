@@ -13,8 +13,8 @@ import pytest
 from aiohttp import web
 
 from benchmarks.clients.judged import fault_of, faults_of, prompt_of, text_of
-from benchmarks.clients.recorder import Call, Recorder
 from benchmarks.clients.table import PROGRAMS
+from benchmarks.recorder import Call, Recorder
 
 SQL, CHAT = Path("/adapters/sql"), Path("/adapters/chat")
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "clients.md"
@@ -39,7 +39,8 @@ class Reference:
 
 def call(model: str, text: str, *, status: int = 200, digest: str = "", **body: Any) -> Call:
     answer = json.dumps({"choices": [{"text": text}]}) if status == 200 else text
-    return Call("/v1/completions", {"model": model, "prompt": "x", **body}, status, digest or f"d-{model}", answer)
+    body = {"model": model, "prompt": "x", **body}
+    return Call("/v1/completions", body, status=status, digest=digest or f"d-{model}", answer=answer)
 
 
 def streamed(*events: Any) -> str:
@@ -76,7 +77,7 @@ def test_the_text_of_every_route_is_read(answer: str) -> None:
     ],
 )
 def test_the_prompt_of_every_route_is_read(body: dict[str, Any], prompt: str) -> None:
-    asked = Call("", body, 200, None, "")
+    asked = Call("", body)
     assert prompt_of(asked, Reference()) == [*map(ord, prompt)]  # type: ignore[arg-type]
 
 
@@ -107,6 +108,8 @@ def test_each_name_is_asked_for_and_has_its_digest() -> None:
 
 def test_a_recorder_passes_streams_on_and_keeps_them() -> None:
     async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path == "/v1/models":
+            return web.json_response([])
         response = web.StreamResponse(headers={"x-lora-digest": "d1", "content-type": "text/event-stream"})
         await response.prepare(request)
         for piece in (b"data: 1\n", b"\ndata: 2\n\n"):
@@ -130,7 +133,8 @@ def test_a_recorder_passes_streams_on_and_keeps_them() -> None:
 
     got, kind, calls = asyncio.run(ask())
     assert (got, kind) == (b"data: 1\n\ndata: 2\n\n", "text/event-stream")
-    assert calls == [Call("/v1/completions", {"model": "a"}, 200, "d1", got.decode())]
+    asked = [(it.path, it.model, it.status, it.digest, it.answer) for it in calls]
+    assert asked == [("/v1/completions", "a", 200, "d1", got.decode()), ("/v1/models", "None", 200, None, "[]")]
 
 
 def test_the_page_names_the_versions_that_run() -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from benchmarks.frameworks.__main__ import faults, goals
-from benchmarks.frameworks.judged import fault_of, figures, syncs
-from benchmarks.frameworks.recorder import COMPLETIONS, LOAD, UNLOAD, Call
+from benchmarks.frameworks.judged import COMPLETIONS, LOAD, UNLOAD, fault_of, figures, syncs
+from benchmarks.recorder import Call
 
 V1, V2 = "trl-policy-v1", "trl-policy-v2"
 
 
 def rollout(name: str, began_s: float, ended_s: float, *, reason: str = "length", count: int = 4, status: int = 200):
     choice = {"token_ids": [7] * count, "finish_reason": reason}
-    answer = {"choices": [choice]} if status == 200 else "no such model"
+    answer = json.dumps({"choices": [choice]}) if status == 200 else "no such model"
     body = {"model": name, "prompt": [1], "max_tokens": 4}
     return Call(COMPLETIONS, body, began_s, ended_s, status, f"digest of {name}", answer)
 

@@ -1,1 +1,0 @@
-"""Programs that ask servers like OpenAI's, unchanged, on one `vllm serve` with our plugins: `make test-clients`."""

@@ -1,1 +1,0 @@
-"""Programs that run beside a framework's packages (`testbed.frameworks.packages`), each in a process of its own."""
