@@ -15,8 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from benchmarks.soak.clients import Target, connect
 from benchmarks.soak.journal import Journal
 from benchmarks.soak.oracle import Claim
-from benchmarks.soak.processes import Processes, Sample
-from benchmarks.soak.server import HOST_ADAPTERS, HOST_MAX_BYTES
+from benchmarks.soak.server import HOST_ADAPTERS, HOST_MAX_BYTES, Processes, Sample
 from benchmarks.soak.world import World
 
 LONGEST_CHECK_S = 60.0

@@ -16,10 +16,9 @@ from typing import Any
 import httpx
 
 from benchmarks.soak.bank import VERSIONS, WEIGHTS
-from benchmarks.soak.causes import DISK, of_source
 from benchmarks.soak.clients import Target, connect
 from benchmarks.soak.journal import Journal
-from benchmarks.soak.oracle import Claim, code_of
+from benchmarks.soak.oracle import DISK, Claim, code_of, of_source
 from benchmarks.soak.server import SLOTS
 from benchmarks.soak.world import ABSENT_TTL_S, FLIGHT_S, REVALIDATE_S, Name, World
 

@@ -16,8 +16,7 @@ from benchmarks.soak.clients import Target, connect
 from benchmarks.soak.journal import Journal
 from benchmarks.soak.operators import Operator
 from benchmarks.soak.oracle import Claim
-from benchmarks.soak.processes import Processes
-from benchmarks.soak.server import Surroundings, kill
+from benchmarks.soak.server import Processes, Surroundings, kill
 from benchmarks.soak.source_faults import SourceFaults
 from benchmarks.soak.store_faults import FullDisk, Neighbour, damage
 from benchmarks.soak.world import Name, World

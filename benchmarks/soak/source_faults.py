@@ -20,9 +20,9 @@ from urllib.parse import unquote
 
 import httpx
 
-from benchmarks.soak.causes import AFTER_S, UNASKED, Cause, of_source
 from benchmarks.soak.clients import Target, connect
 from benchmarks.soak.journal import Journal
+from benchmarks.soak.oracle import AFTER_S, UNASKED, Cause, of_source
 from benchmarks.soak.world import World
 from testbed import faults
 from testbed.faults import Fault

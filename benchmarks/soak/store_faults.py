@@ -15,8 +15,8 @@ from pathlib import Path
 
 from benchmarks.faults.injection import ENOSPC_CALLS, Interposer
 from benchmarks.soak.bank import WEIGHTS
-from benchmarks.soak.causes import AFTER_S, DISK, DISK_IS_FULL, Cause
 from benchmarks.soak.journal import Journal
+from benchmarks.soak.oracle import AFTER_S, DISK, DISK_IS_FULL, Cause
 from benchmarks.soak.world import World
 from lora_plugins.cli import Exit
 

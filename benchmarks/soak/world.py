@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.soak.bank import ADAPTERS, VERSIONS, WEIGHTS, Bank
-from benchmarks.soak.causes import AFTER_S
-from benchmarks.soak.oracle import Claim, Label, Oracle
+from benchmarks.soak.oracle import AFTER_S, Claim, Label, Oracle
 from testbed.hub import Hub
 from testbed.s3 import Bucket
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.soak.bank import WEIGHTS
-from benchmarks.soak.causes import AFTER_S, Causes
+from benchmarks.soak.oracle import AFTER_S, Causes
 from benchmarks.soak.source_faults import Hits, named
 from benchmarks.soak.store_faults import damage
 from testbed.proxy import Request

@@ -20,8 +20,7 @@ from benchmarks.soak.invariants import (
 )
 from benchmarks.soak.journal import Journal
 from benchmarks.soak.oracle import Claim, Windows
-from benchmarks.soak.processes import Sample
-from benchmarks.soak.server import HOST_ADAPTERS, HOST_MAX_BYTES
+from benchmarks.soak.server import HOST_ADAPTERS, HOST_MAX_BYTES, Sample
 
 
 @pytest.fixture

@@ -11,8 +11,19 @@ from typing import cast
 import pytest
 
 from benchmarks.soak.bank import FORMS, PROMPTS, Bank
-from benchmarks.soak.causes import DISK, DISK_IS_FULL, LONGEST_FLIGHT_S, UNASKED, Cause, of_source
-from benchmarks.soak.oracle import Answer, Asked, Claim, Oracle, Windows
+from benchmarks.soak.oracle import (
+    DISK,
+    DISK_IS_FULL,
+    LONGEST_FLIGHT_S,
+    UNASKED,
+    Answer,
+    Asked,
+    Cause,
+    Claim,
+    Oracle,
+    Windows,
+    of_source,
+)
 from benchmarks.soak.world import World
 from testbed.hub import Hub
 from testbed.s3 import Bucket
