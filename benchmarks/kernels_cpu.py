@@ -24,10 +24,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import plots
 from benchmarks.adapters import write_random_adapter
-from benchmarks.processors import bfloat16_instructions
-from benchmarks.record import RESULTS, keep
+from benchmarks.plots import GOAL, OURS, drawing
+from benchmarks.record import RESULTS, bfloat16_instructions, keep
 from lora_plugins.kernels.processor import this_processor
 from testbed.models import build_base
 from testbed.server import outer_environment
@@ -219,6 +218,38 @@ def print_table(rows: list[dict], slot_ranks: list[int]) -> None:
                 print(f"| {kernels} | {rank} | {case} | {speed} | {' | '.join(parts)} | {goal} | {rounds} |")
 
 
+def draw(rows: list[dict]) -> None:
+    """One panel per case: tokens/s relative to the base model's, by `max_lora_rank`."""
+    panels = {
+        "one16": "one adapter of rank 16",
+        "four16": "four adapters of rank 16",
+        "four64": "four adapters of rank 64",
+    }
+    kinds = {"vllm": ("vLLM's kernels", "#b8b8b8"), "ours": ("lora_kernels", OURS)}
+    title = "Tokens/s with adapters, relative to the base model's"
+    with drawing("kernels_cpu", title, ncols=len(panels), figsize=(10, 3.9), sharey=True) as (figure, axes):
+        for axis, (case, of_case) in zip(axes, panels.items(), strict=True):
+            ranks = [rank for rank in SLOT_RANKS if case != "four64" or rank >= 64]
+            for at, (kind, (label, colour)) in enumerate(kinds.items()):
+                shares = [ratio(rows, kind, rank, case, "both") for rank in ranks]
+                places = [number + (at - 0.5) * 0.4 for number in range(len(ranks))]
+                bars = axis.bar(places, [100 * (share or 0) for share in shares], 0.38, color=colour, label=label)
+                labels = ["not done\nin 7 min" if share is None else f"{share:.0%}" for share in shares]
+                axis.bar_label(bars, labels, fontsize=7.5, padding=2)
+            axis.axhline(100 * GOALS[case], color=GOAL, linewidth=0.8, linestyle="--", label="goal of lora_kernels")
+            axis.set_xticks(range(len(ranks)), [str(rank) for rank in ranks])
+            axis.set_title(of_case, fontsize=10)
+            axis.set_xlabel("--max-lora-rank of the server")
+            axis.set_ylim(0, 112)
+        axes[0].set_ylabel("tokens/s, % of the base model's")
+        figure.suptitle(
+            "Throughput with adapters on the CPU, relative to the base model in the same engine", fontsize=11
+        )
+        figure.legend(
+            *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8, frameon=False
+        )
+
+
 def main() -> int:
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--child", type=Path)
@@ -263,7 +294,7 @@ def run(options: argparse.Namespace, dtype: str) -> None:
     if not options.dry:
         print(f"\nRaw: {keep(result, rows, **{'bfloat16': instructions(dtype)} if instructions(dtype) else {}).name}")
         if result == result_name("float32"):
-            plots.kernels_cpu([row for row in rows if "case" in row])
+            draw([row for row in rows if "case" in row])
 
 
 if __name__ == "__main__":

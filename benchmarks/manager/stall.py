@@ -26,10 +26,10 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks import plots
 from benchmarks.callers import gaps_s, load, stream
 from benchmarks.manager import bed
 from benchmarks.manager.bed import ARMS, NAMES, Arm, rotated, servers
+from benchmarks.plots import OTHER, OURS, drawing
 from benchmarks.record import RESULTS, keep
 
 STREAMS = 4
@@ -171,6 +171,32 @@ def merged(rows: list[dict]) -> list[dict]:
     return rows
 
 
+def draw(rows: list[dict]) -> None:
+    """Each cold adapter's largest gap between tokens of running streams."""
+    arms = {"vllm+kernels": ("vLLM's manager", OTHER), "ours+kernels": ("lora_lru_manager", OURS)}
+    sizes = sorted({row["size_mb"] for row in rows})
+    with drawing("stall", "Largest gap between tokens while cold adapters arrive", figsize=(8, 3.6)) as (_, axis):
+        for number, (arm, (name, colour)) in enumerate(arms.items()):
+            for at, size_mb in enumerate(sizes):
+                some = [row for row in rows if (row["arm"], row["size_mb"], row["kind"]) == (arm, size_mb, "cold")]
+                if not some:
+                    continue
+                largest = [max(row["gaps_ms"]) / row["quiet_median_ms"] for row in some]
+                x, median = at + (number - 0.5) * 0.4, statistics.median(largest)
+                label = name if at == 0 else None
+                axis.bar(x, median, 0.36, color=colour, alpha=0.45, label=label and f"{label}: median")
+                spread = [x + 0.22 * (place / max(len(largest) - 1, 1) - 0.5) for place in range(len(largest))]
+                axis.scatter(spread, largest, s=14, color=colour, label=label and f"{label}: each arrival")
+                axis.text(x, 0.35, f"{median:.2f}×", ha="center", fontsize=9)
+        axis.axhline(1, color="grey", lw=0.8, ls="--", label="undisturbed")
+        axis.set_title("Running streams while a cold adapter arrives: largest gap between two tokens", fontsize=11)
+        axis.set_xticks(range(len(sizes)), [f"{size_mb} MB" for size_mb in sizes])
+        axis.set_xlabel("size of the adapter that arrives")
+        axis.set_ylabel("× the undisturbed median gap")
+        axis.set_ylim(bottom=0)
+        axis.legend(frameon=False, fontsize=8, loc="upper left")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="*", default=[40, 150, 600])
@@ -188,7 +214,7 @@ def main() -> int:
                 print(table(rows), flush=True)
                 kept = merged(rows)
     print(table(kept))
-    plots.stall(kept)
+    draw(kept)
     return 0
 
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.manager.bed import Arm, servers
-from benchmarks.processors import bfloat16_instructions
-from benchmarks.record import ROOT
+from benchmarks.record import ROOT, bfloat16_instructions
 from lora_plugins.kernels.processor import this_processor
 from testbed.models import edit_config
 from testbed.server import plugged

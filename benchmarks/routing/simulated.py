@@ -27,7 +27,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from statistics import mean
 
-from benchmarks import plots
+from benchmarks.plots import BLUE, GREY, drawing
 from benchmarks.record import keep
 from benchmarks.routing.policies import (
     BoundedConsistentHashing,
@@ -249,6 +249,32 @@ def cells(it: Outcome) -> Iterator[str]:
     yield f"{it.decide_p50_us:.0f} · {it.decide_p99_us:.0f}"
 
 
+def draw(rows: dict) -> None:
+    """Cold starts, imbalance and the time of a decision, by policy."""
+    found = rows["policies"]
+    panels = (
+        ("requests that load their adapter", "% of requests", [it["cold_rate"] * 100 for it in found], "{:.1f} %"),
+        ("load imbalance", "p99 / mean requests in flight", [it["imbalance"] for it in found], "{:.2f}"),
+        ("time of a decision, p99", "µs of CPU, logarithmic", [it["decide_p99_us"] for it in found], "{:.0f}"),
+    )
+    names = [it["policy"] for it in found]
+    with drawing("routing", "Routing policies compared", ncols=3, figsize=(10, 2.9), sharey=True) as (figure, axes):
+        for axis, (title, label, values, shape) in zip(axes, panels, strict=True):
+            bars = axis.barh(names, values, color=[BLUE if name == "affinity" else GREY for name in names])
+            axis.bar_label(bars, [" " + shape.format(value) for value in values], fontsize=8)
+            axis.set_title(title, fontsize=10)
+            axis.set_xlabel(label, fontsize=8)
+            axis.set_xlim(right=max(values) * 1.3)
+        axes[2].set_xscale("log")
+        axes[2].set_xlim(1, max(panels[2][2]) * 6)
+        axes[2].axvline(50, color="grey", lw=0.8, ls="--", label="50 µs")
+        axes[2].legend(frameon=False, fontsize=8, loc="lower right")
+        axes[0].invert_yaxis()
+        axes[0].set_ylabel("policy", fontsize=8)
+        many, replicas, places = (rows[name] for name in ("ADAPTERS", "REPLICAS", "PLACES"))
+        figure.suptitle(f"{many:,} adapters on {replicas:,} replicas with room for {places} each", fontsize=11)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=60_000)
@@ -267,7 +293,7 @@ def main() -> int:
     }
     rows = {"requests": options.requests, **circumstances, "policies": [asdict(it) for it in outcomes]}
     print(f"\nTook {time.perf_counter() - started:.0f} s; raw: {keep('routing', rows).name}")
-    plots.routing(rows)
+    draw(rows)
     return 0
 
 

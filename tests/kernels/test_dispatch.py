@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.processors import bfloat16_instructions
+from benchmarks.record import bfloat16_instructions
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.kernels import dispatch, processor, tuning
 from lora_plugins.kernels.dispatch import (

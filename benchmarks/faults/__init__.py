@@ -1,1 +1,0 @@
-"""The figures of benchmarks/results/faults.json, named in docs/benchmarks/index.md."""
