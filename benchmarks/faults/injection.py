@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import random
-import signal
 import struct
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,17 +46,13 @@ class Interposer:
             "INTERPOSER_UNDER": ":".join(map(str, self._under)),
         }
 
-    @contextmanager
-    def failing(self, number: int, per_1000: int, calls: int) -> Iterator[None]:
+    def failing(self, number: int, per_1000: int, calls: int) -> AbstractContextManager[None]:
         """Inside, so many of these calls fail with this errno."""
-        with self._set(number, per_1000, calls, 0):
-            yield
+        return self._set(number, per_1000, calls, 0)
 
-    @contextmanager
-    def jumped(self, seconds: int) -> Iterator[None]:
+    def jumped(self, seconds: int) -> AbstractContextManager[None]:
         """Inside, the clock of the day is off by so much."""
-        with self._set(0, 0, 0, seconds):
-            yield
+        return self._set(0, 0, 0, seconds)
 
     @contextmanager
     def _set(self, *values: int) -> Iterator[None]:
@@ -90,6 +85,13 @@ class Machine:
         return found
 
 
+def _each(processes: list[psutil.Process], do: Callable[[psutil.Process], object]) -> None:
+    """Do this to those that have not ended meanwhile."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error, PermissionError):
+            do(process)
+
+
 @contextmanager
 def _killed(machine: Machine, rng: random.Random) -> Iterator[None]:
     """Again and again, as the OOM killer does it."""
@@ -97,9 +99,7 @@ def _killed(machine: Machine, rng: random.Random) -> Iterator[None]:
 
     def kill() -> None:
         while not done.wait(0.2):
-            for process in machine.readers():
-                with contextlib.suppress(psutil.Error):
-                    process.send_signal(signal.SIGKILL)
+            _each(machine.readers(), psutil.Process.kill)
 
     thread = threading.Thread(target=kill)
     thread.start()
@@ -113,15 +113,11 @@ def _killed(machine: Machine, rng: random.Random) -> Iterator[None]:
 @contextmanager
 def _stopped(machine: Machine, rng: random.Random) -> Iterator[None]:
     stopped = machine.readers()
-    for process in stopped:
-        with contextlib.suppress(psutil.Error):
-            process.send_signal(signal.SIGSTOP)
+    _each(stopped, psutil.Process.suspend)
     try:
         yield
     finally:
-        for process in stopped:
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(signal.SIGCONT)
+        _each(stopped, psutil.Process.resume)
 
 
 @contextmanager
@@ -131,15 +127,11 @@ def _limited_readers(machine: Machine, rng: random.Random) -> Iterator[None]:
         ((psutil.RLIMIT_DATA, 1 << 20), (psutil.RLIMIT_AS, 1 << 20), (psutil.RLIMIT_CPU, 1), (psutil.RLIMIT_NOFILE, 4))
     )
     limited = machine.readers()
-    for process in limited:
-        with contextlib.suppress(psutil.Error, PermissionError):
-            process.rlimit(kind, (most, most))
+    _each(limited, lambda process: process.rlimit(kind, (most, most)))
     try:
         yield
     finally:
-        for process in limited:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
+        _each(limited, psutil.Process.kill)
 
 
 @contextmanager
@@ -185,11 +177,14 @@ def _answering(machine: Machine, rng: random.Random) -> Iterator[None]:
         machine.proxy.clear()
 
 
-def _disk(number: int, calls: int) -> Callable[[Machine, random.Random], contextlib.AbstractContextManager[None]]:
+Fault = Callable[[Machine, random.Random], AbstractContextManager[None]]
+
+
+def _disk(number: int, calls: int) -> Fault:
     return lambda machine, rng: machine.interposer.failing(number, rng.choice((50, 300, 1000)), calls)
 
 
-FAULTS: dict[str, Callable[[Machine, random.Random], contextlib.AbstractContextManager[None]]] = {
+FAULTS: dict[str, Fault] = {
     "readers killed": _killed,
     "readers stopped": _stopped,
     "readers limited": _limited_readers,

@@ -76,12 +76,8 @@ def fill(bed: Bed, root: Path, bucket: Bucket) -> Names:
         put(name, files, root, bucket)
     whole = (bed.adapters / adapters[0] / WEIGHTS).read_bytes()
     config = (bed.adapters / adapters[0] / CONFIG).read_bytes()
-    broken = {
-        "s-cut": {CONFIG: config, WEIGHTS: whole[:-1000]},
-        "f-cut": {CONFIG: config, WEIGHTS: whole[:-1000]},
-        "s-config": {CONFIG: b"{", WEIGHTS: whole},
-        "f-config": {CONFIG: b"{", WEIGHTS: whole},
-    }
+    cut, bad_config = {CONFIG: config, WEIGHTS: whole[:-1000]}, {CONFIG: b"{", WEIGHTS: whole}
+    broken = {"s-cut": cut, "f-cut": cut, "s-config": bad_config, "f-config": bad_config}
     for name, files in broken.items():
         put(name, files, root, bucket)
     return Names(good, tuple(broken), size_bytes)

@@ -90,29 +90,22 @@ async def soak(plan: Plan, bank: Bank) -> Journal:
     return journal
 
 
+@dataclass
 class _Soak:
-    def __init__(
-        self,
-        plan: Plan,
-        world: World,
-        target: Target,
-        journal: Journal,
-        lives: Lives,
-        faults: SourceFaults,
-        surroundings: Surroundings,
-    ) -> None:
-        self._plan = plan
-        self._world = world
-        self._target = target
-        self._journal = journal
-        self._lives = lives
-        self._faults = faults
-        self._store = surroundings.store
-        self._disk = FullDisk(plan.seed, surroundings.disk, world, journal)
-        env, most_bytes = surroundings.env(is_direct=True), surroundings.store_max_bytes
-        self._neighbour = Neighbour(plan.seed, env, most_bytes, world, journal)
-        self._monitor = Monitor(world, target, journal, surroundings.store)
-        self._operators = [Operator(i, plan.seed, world, target, journal) for i in range(OPERATORS + 1)]
+    _plan: Plan
+    _world: World
+    _target: Target
+    _journal: Journal
+    _lives: Lives
+    _faults: SourceFaults
+    _surroundings: Surroundings
+
+    def __post_init__(self) -> None:
+        seed, of, world, journal = self._plan.seed, self._surroundings, self._world, self._journal
+        self._disk = FullDisk(seed, of.disk, world, journal)
+        self._neighbour = Neighbour(seed, of.env(is_direct=True), of.store_max_bytes, world, journal)
+        self._monitor = Monitor(world, self._target, journal, of.store)
+        self._operators = [Operator(i, seed, world, self._target, journal) for i in range(OPERATORS + 1)]
         self._quiet: dict[str, Sample] = {}
 
     async def run(self) -> None:
@@ -150,7 +143,7 @@ class _Soak:
             self._journal.violation("nothing waits for ever", "the last request or operation")
         self._check_memory()
         await self._audit()
-        await self._empty(self._store)
+        await self._empty(self._surroundings.store)
         self._plan.figures |= {
             "seconds": plan.seconds, "seed": plan.seed, "clients": CLIENTS, "impatient": IMPATIENT,
             "operators": OPERATORS, "adapters": len(self._world.names), "versions": VERSIONS,

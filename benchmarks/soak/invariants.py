@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,16 @@ async def metrics_of(client: httpx.AsyncClient) -> dict[str, float]:
     return found
 
 
+@dataclass
 class Monitor:
     """Checks every few seconds, while clients and operators go on."""
 
-    def __init__(self, world: World, target: Target, journal: Journal, store: Path = Path()) -> None:
-        self._world = world
-        self._store = store
-        self._target = target
-        self._journal = journal
+    _world: World
+    _target: Target
+    _journal: Journal
+    _store: Path = Path()
+
+    def __post_init__(self) -> None:
         self._unleased: set[tuple[str, str]] = set()
         self._draining: dict[tuple[str, str], float] = {}
         self.latest: dict[str, float] = {}

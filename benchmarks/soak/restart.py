@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Collection
 from contextlib import AsyncExitStack, ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from benchmarks.soak.clients import Target, connect
@@ -20,7 +21,6 @@ from benchmarks.soak.server import Processes, Surroundings, kill
 from benchmarks.soak.source_faults import SourceFaults
 from benchmarks.soak.store_faults import FullDisk, Neighbour, damage
 from benchmarks.soak.world import Name, World
-from testbed.server import Server
 
 # An API server whose engine has died ends by itself.
 LONGEST_END_S = 60.0
@@ -29,6 +29,7 @@ _OUTAGE_S = 5.0  # for which clients ask while no source answers
 _WRITTEN_S = 2.0  # what is served is written half a second after it has changed, a second after a failed write
 
 
+@dataclass
 class Lives:
     """Starts servers one after the other over one store; the last one ends with the block.
 
@@ -38,16 +39,14 @@ class Lives:
         logs: what each said until it was killed or ended; what vLLM says then is its own.
     """
 
-    server: Server
-    processes: Processes
+    _surroundings: Surroundings
+    _target: Target
+    _journal: Journal
+    logs: list[str] = field(default_factory=list)
+    down_s: float = 0.0
 
-    def __init__(self, surroundings: Surroundings, target: Target, journal: Journal) -> None:
-        self._surroundings = surroundings
-        self._target = target
-        self._journal = journal
+    def __post_init__(self) -> None:
         self._stack = ExitStack()
-        self.logs: list[str] = []
-        self.down_s = 0.0
 
     async def __aenter__(self) -> Self:
         await self._start()
