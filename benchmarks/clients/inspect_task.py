@@ -1,3 +1,5 @@
+"""The task that `inspect eval` runs in `make test-clients`."""
+
 from inspect_ai import Task, task
 from inspect_ai.dataset import Sample
 from inspect_ai.scorer import includes

@@ -1,4 +1,7 @@
-"""What pages of libraries say to type, a function for each: PROGRAM URL ADAPTER…, run by the library's own Python."""
+"""What pages of libraries say to type, for `make test-clients`: a function for each library.
+
+`programs.py FUNCTION URL ADAPTER…`, run by the Python of the library's own environment; so imports are in functions.
+"""
 
 import asyncio
 import json

@@ -1,6 +1,6 @@
 """Goal of R50 and R58 (benchmarks/results/faults.json): `make bench-faults`.
 
-A real server under load while processes, disks, limits, clock and sources fail at random: `make bench-faults`.
+A real server under load while processes, disks, limits, clock and sources fail at random.
 
 24 good names with adapters of their own, half of them in directories and half in an object store; adapters whose bytes
 are broken; names that nobody has. The store has room for a third. While faults come and go, every answer is judged by

@@ -1,6 +1,6 @@
 """Goal of R74 and R75, and the figures of docs/explanation/frameworks.md: `make test-trainers`.
 
-RL frameworks' own programs, on vLLM alone and with our plugins, by turns: `make test-trainers`.
+RL frameworks' own programs, on vLLM alone and with our plugins, by turns.
 
     python -m benchmarks.frameworks                    # every part
     python -m benchmarks.frameworks trl clients        # these

@@ -1,4 +1,6 @@
-"""Programs beside the frameworks' packages (`testbed.frameworks.packages`): `… benchmarks.frameworks.programs NAME …`.
+"""Programs beside the frameworks' packages (`testbed.frameworks.packages`), for `make test-trainers`.
+
+    python -m benchmarks.frameworks.programs FUNCTION ARGUMENT…
 
 Each is a process of its own, and prints a line of JSON; arguments are JSON where they are no paths and no URLs.
 """
