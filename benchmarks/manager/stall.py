@@ -199,7 +199,7 @@ def draw(rows: list[dict]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", type=int, nargs="*", default=[40, 150, 600])
+    parser.add_argument("--sizes", type=int, nargs="*", choices=bed.RANKS, default=[*bed.RANKS])
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--arrivals", type=int, default=3)
     options = parser.parse_args()

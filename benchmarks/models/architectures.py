@@ -9,6 +9,7 @@ the others' rows stay.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -150,12 +151,18 @@ def measure(architectures: Sequence[Architecture]) -> list[Row]:
     return rows
 
 
-def main(arguments: list[str]) -> int:
-    kept = json.loads(KEPT.read_text())["rows"] if arguments else []
-    if arguments != ["--page"]:
-        names = arguments or [one.label for one in ARCHITECTURES]
+def main() -> int:
+    order = [one.label for one in ARCHITECTURES]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="architecture", help="only these, as LlamaForCausalLM")
+    parser.add_argument("--page", action="store_true", help="write the page from what is kept")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(order):
+        parser.error(f"no such architecture: {', '.join(sorted(unknown))}")
+    if not options.page:
+        kept = json.loads(KEPT.read_text())["rows"] if options.names else []
+        names = options.names or order
         found = [dataclasses.asdict(row) for row in measure([BY_NAME[name] for name in names])]
-        order = [one.label for one in ARCHITECTURES]
         rows = found + [row for row in kept if row["architecture"] not in names and row["architecture"] in order]
         keep("models", sorted(rows, key=lambda row: order.index(row["architecture"])))
     text = page(json.loads(KEPT.read_text()))
@@ -165,4 +172,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
