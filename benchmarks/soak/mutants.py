@@ -20,8 +20,8 @@ class Mutant(NamedTuple):
 MUTANTS = {
     "long-memory": Mutant(  # a fault is remembered for a minute
         "resolvers/known_versions.py",
-        "else SourceUnavailable.retry_after_s)",
-        "else 60)",
+        "faults_s = SourceUnavailable.retry_after_s",
+        "faults_s = 60.0",
     ),
     "lost-lease": Mutant(  # a name that is served has no lease of its version
         "resolvers/versions.py",
@@ -29,7 +29,7 @@ MUTANTS = {
         "self._store.leases.release(stored.digest, asker.holder)",
     ),
     "stuck-breaker": Mutant(  # a source that has not answered is never asked again
-        "resolvers/admission.py",
+        "resolvers/breaker.py",
         "if now < self._retry_at:",
         "if now < self._retry_at + 3600:",
     ),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.soak.bank import WEIGHTS
+from benchmarks.soak.mutants import MUTANTS, mutated
 from benchmarks.soak.oracle import AFTER_S, Causes
 from benchmarks.soak.source_faults import Hits, named
 from benchmarks.soak.store_faults import damage
@@ -74,3 +75,8 @@ def test_one_bit_of_what_the_source_has_is_flipped(tmp_path: Path) -> None:
     after = [(tmp_path / f"d{i}" / WEIGHTS).read_bytes() for i in range(3)]
     assert [sum(byte.bit_count() for byte in data) for data in after] == [1, 0, 0]
     assert (tmp_path / "d0" / WEIGHTS).stat().st_mtime == 5
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_each_mistake_fits_the_present_product(name: str, tmp_path: Path) -> None:
+    assert MUTANTS[name].new in (mutated(name, tmp_path) / "lora_plugins" / MUTANTS[name].file).read_text()
