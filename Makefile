@@ -67,7 +67,7 @@ mutants: set-up ## mistakes in the product that its tests must catch, each in a 
 SECONDS = 1800
 SEED =
 soak: set-up ## 200 adapters that change while they are asked for, on the real engine (30 minutes; SECONDS, SEED, RUNNER=v2)
-	@$(RUN) -m benchmarks.soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(filter v2,$(RUNNER)),--v2)
+	@$(RUN) -m soak --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(if $(filter v2,$(RUNNER)),--v2)
 
 coverage: set-up ## the tests that need no engine, and which lines they leave out
 	@$(RUN) -m pytest $(PARALLEL) -m "not e2e" --cov=lora_plugins --cov-report=term-missing:skip-covered

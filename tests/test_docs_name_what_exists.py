@@ -27,7 +27,7 @@ from tools.check_links import FENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lora_plugins"
-OURS = ("lora_plugins", "tests", "testbed", "benchmarks", "examples", "tools")
+OURS = ("lora_plugins", "tests", "testbed", "benchmarks", "soak", "examples", "tools")
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])
 MODULES = sorted(PACKAGE.rglob("*.py"))
 PROGRAMS = sorted(path for folder in OURS if folder != "tests" for path in (ROOT / folder).rglob("*.py"))

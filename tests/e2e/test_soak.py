@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
     ],
 )
 def test_a_soak_of_a_broken_world_fails(control: str, invariant: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.soak", "--seconds", "40", "--seed", "1", "--control", control]
+    command = [sys.executable, "-m", "soak", "--seconds", "40", "--seed", "1", "--control", control]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 1, ended.stdout[-4000:] + ended.stderr[-4000:]
     assert invariant in ended.stdout

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.soak.bank import WEIGHTS
-from benchmarks.soak.mutants import MUTANTS, mutated
-from benchmarks.soak.oracle import AFTER_S, Causes
-from benchmarks.soak.source_faults import Hits, named
-from benchmarks.soak.store_faults import damage
+from soak.bank import WEIGHTS
+from soak.mutants import MUTANTS, mutated
+from soak.oracle import AFTER_S, Causes
+from soak.source_faults import Hits, named
+from soak.store_faults import damage
 from testbed.proxy import Request
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.soak.clients import Target
-from benchmarks.soak.invariants import (
+from soak.clients import Target
+from soak.invariants import (
     LONGEST_DRAIN_S,
     MORE_FILES,
     MORE_THREADS,
@@ -18,9 +18,9 @@ from benchmarks.soak.invariants import (
     check_counts,
     check_log,
 )
-from benchmarks.soak.journal import Journal
-from benchmarks.soak.oracle import Claim, Windows
-from benchmarks.soak.server import HOST_ADAPTERS, HOST_MAX_BYTES, Sample
+from soak.journal import Journal
+from soak.oracle import Claim, Windows
+from soak.server import HOST_ADAPTERS, HOST_MAX_BYTES, Sample
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_more_adapters_than_fit_are_seen(journal: Journal, tier: str, most: int)
 
 def test_a_version_that_drains_too_long_is_seen(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("benchmarks.soak.invariants.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("soak.invariants.time.monotonic", lambda: now[0])
     monitor = Monitor(SimpleNamespace(), Target("", "base"), journal)
     for at in (0, LONGEST_DRAIN_S - 1):
         now[0] = 100 + at

@@ -10,8 +10,8 @@ from typing import cast
 
 import pytest
 
-from benchmarks.soak.bank import FORMS, PROMPTS, Bank
-from benchmarks.soak.oracle import (
+from soak.bank import FORMS, PROMPTS, Bank
+from soak.oracle import (
     DISK,
     DISK_IS_FULL,
     LONGEST_FLIGHT_S,
@@ -24,7 +24,7 @@ from benchmarks.soak.oracle import (
     Windows,
     of_source,
 )
-from benchmarks.soak.world import World
+from soak.world import World
 from testbed.hub import Hub
 from testbed.s3 import Bucket
 
@@ -261,7 +261,7 @@ def test_who_was_refused_is_asked_again_afterwards(oracle: Oracle, monkeypatch: 
     oracle.of("ours").open(Claim.UNREGISTERED, 0)
     cause = oracle.causes.add(Cause("gone", "ours", 0))
     assert refused(oracle)
-    monkeypatch.setattr("benchmarks.soak.oracle.time.monotonic", lambda: 30.0)
+    monkeypatch.setattr("soak.oracle.time.monotonic", lambda: 30.0)
     assert oracle.no_longer_refused() == []
     cause.ended = 29
     assert oracle.no_longer_refused() == ["ours"]

@@ -20,10 +20,10 @@ from urllib.parse import unquote
 
 import httpx
 
-from benchmarks.soak.clients import Target, connect
-from benchmarks.soak.journal import Journal
-from benchmarks.soak.oracle import AFTER_S, UNASKED, Cause, of_source
-from benchmarks.soak.world import World
+from soak.clients import Target, connect
+from soak.journal import Journal
+from soak.oracle import AFTER_S, UNASKED, Cause, of_source
+from soak.world import World
 from testbed import faults
 from testbed.faults import Fault
 from testbed.hub import Hub

@@ -20,7 +20,7 @@ from typing import Any
 from lora_plugins.store.manifest import StoredFile, digest_of
 from testbed.models import ATTENTION, MLP, AdapterSpec, build_adapter, build_base
 
-CACHE = Path(__file__).resolve().parents[2] / ".cache" / "soak"
+CACHE = Path(__file__).resolve().parents[1] / ".cache" / "soak"
 ADAPTERS = 200
 VERSIONS = 3
 MAX_TOKENS = 16
@@ -233,7 +233,7 @@ def _prompt_ids(tokenizer: Any, form: str, i: int) -> tuple[int, ...]:
 def _key() -> str:
     what = (_FORMAT, ADAPTERS, VERSIONS, MAX_TOKENS, PROMPTS, SHAPES, LEAST_MARGIN, _SCALE)
     digest = hashlib.sha256(repr(what).encode())
-    digest.update((Path(__file__).parents[2] / "testbed" / "models.py").read_bytes())
+    digest.update((Path(__file__).parents[1] / "testbed" / "models.py").read_bytes())
     for package in ("torch", "transformers", "peft"):
         digest.update(metadata.version(package).encode())
     digest.update(str(CACHE).encode())  # adapters name their base model by its path

@@ -15,12 +15,12 @@ from typing import Any
 
 import httpx
 
-from benchmarks.soak.bank import VERSIONS, WEIGHTS
-from benchmarks.soak.clients import Target, connect
-from benchmarks.soak.journal import Journal
-from benchmarks.soak.oracle import DISK, Claim, code_of, of_source
-from benchmarks.soak.server import SLOTS
-from benchmarks.soak.world import ABSENT_TTL_S, FLIGHT_S, REVALIDATE_S, Name, World
+from soak.bank import VERSIONS, WEIGHTS
+from soak.clients import Target, connect
+from soak.journal import Journal
+from soak.oracle import DISK, Claim, code_of, of_source
+from soak.server import SLOTS
+from soak.world import ABSENT_TTL_S, FLIGHT_S, REVALIDATE_S, Name, World
 
 MOST_PINNED = SLOTS - 2  # a pinned adapter is pinned twice while it is swapped, and one slot stays for all others
 _REMEMBERED_S = REVALIDATE_S + FLIGHT_S

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.faults.injection import Interposer
-from benchmarks.soak.bank import Bank
-from benchmarks.soak.world import ABSENT_TTL_S, REVALIDATE_S
+from soak.bank import Bank
+from soak.world import ABSENT_TTL_S, REVALIDATE_S
 from testbed import v2_runner
 from testbed.hub import Hub
 from testbed.proxy import FaultProxy

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from benchmarks.soak.bank import Bank
+from soak.bank import Bank
 
 Refusal = tuple[int, str]
 """Status and code."""

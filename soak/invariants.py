@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.soak.clients import Target, connect
-from benchmarks.soak.journal import Journal
-from benchmarks.soak.oracle import Claim
-from benchmarks.soak.server import HOST_ADAPTERS, HOST_MAX_BYTES, Processes, Sample
-from benchmarks.soak.world import World
+from soak.clients import Target, connect
+from soak.journal import Journal
+from soak.oracle import Claim
+from soak.server import HOST_ADAPTERS, HOST_MAX_BYTES, Processes, Sample
+from soak.world import World
 
 LONGEST_CHECK_S = 60.0
 # An unload gives requests 20 s and 10 s to end; a draining version of a swap lasts as long as its longest request.

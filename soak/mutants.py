@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-_PACKAGE = Path(__file__).resolve().parents[2] / "lora_plugins"
+_PACKAGE = Path(__file__).resolve().parents[1] / "lora_plugins"
 
 
 class Mutant(NamedTuple):

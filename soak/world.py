@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.soak.bank import ADAPTERS, VERSIONS, WEIGHTS, Bank
-from benchmarks.soak.oracle import AFTER_S, Claim, Label, Oracle
+from soak.bank import ADAPTERS, VERSIONS, WEIGHTS, Bank
+from soak.oracle import AFTER_S, Claim, Label, Oracle
 from testbed.hub import Hub
 from testbed.s3 import Bucket
 

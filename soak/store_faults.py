@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.faults.injection import ENOSPC_CALLS, Interposer
-from benchmarks.soak.bank import WEIGHTS
-from benchmarks.soak.journal import Journal
-from benchmarks.soak.oracle import AFTER_S, DISK, DISK_IS_FULL, Cause
-from benchmarks.soak.world import World
 from lora_plugins.cli import Exit
+from soak.bank import WEIGHTS
+from soak.journal import Journal
+from soak.oracle import AFTER_S, DISK, DISK_IS_FULL, Cause
+from soak.world import World
 
 _MOST_S = 4.0
 _MOST_DAMAGED = 12

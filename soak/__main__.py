@@ -1,6 +1,6 @@
 """Goal of R34, R46 and R50 over time (docs/reference/deployments.md#the-soak): `make soak`.
 
-`python -m benchmarks.soak --seconds 1800 --seed 7`; exits with 1 where an invariant did not hold.
+`python -m soak --seconds 1800 --seed 7`; exits with 1 where an invariant did not hold.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.record import circumstances
-from benchmarks.soak.bank import CACHE, VERSIONS, Bank, prepare
-from benchmarks.soak.clients import (
+from lora_plugins.errors import SourceUnavailable
+from soak.bank import CACHE, VERSIONS, Bank, prepare
+from soak.clients import (
     LONGEST_REQUEST_S,
     ROUTES,
     ImpatientSteps,
@@ -29,17 +30,16 @@ from benchmarks.soak.clients import (
     connect,
     run_client,
 )
-from benchmarks.soak.invariants import Monitor, check_counts, check_log, check_nothing_is_left
-from benchmarks.soak.journal import Journal, kept, progress, table
-from benchmarks.soak.mutants import MUTANTS, mutated
-from benchmarks.soak.operators import Operator
-from benchmarks.soak.oracle import Asked
-from benchmarks.soak.restart import Lives
-from benchmarks.soak.server import Sample, Surroundings, growth_mb_per_min
-from benchmarks.soak.source_faults import SourceFaults
-from benchmarks.soak.store_faults import FullDisk, Neighbour, interposer
-from benchmarks.soak.world import Name, World
-from lora_plugins.errors import SourceUnavailable
+from soak.invariants import Monitor, check_counts, check_log, check_nothing_is_left
+from soak.journal import Journal, kept, progress, table
+from soak.mutants import MUTANTS, mutated
+from soak.operators import Operator
+from soak.oracle import Asked
+from soak.restart import Lives
+from soak.server import Sample, Surroundings, growth_mb_per_min
+from soak.source_faults import SourceFaults
+from soak.store_faults import FullDisk, Neighbour, interposer
+from soak.world import Name, World
 from testbed.hub import local_hub
 from testbed.proxy import fault_proxy
 from testbed.s3 import s3_server

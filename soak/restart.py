@@ -13,14 +13,14 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from benchmarks.soak.clients import Target, connect
-from benchmarks.soak.journal import Journal
-from benchmarks.soak.operators import Operator
-from benchmarks.soak.oracle import Claim
-from benchmarks.soak.server import Processes, Surroundings, kill
-from benchmarks.soak.source_faults import SourceFaults
-from benchmarks.soak.store_faults import FullDisk, Neighbour, damage
-from benchmarks.soak.world import Name, World
+from soak.clients import Target, connect
+from soak.journal import Journal
+from soak.operators import Operator
+from soak.oracle import Claim
+from soak.server import Processes, Surroundings, kill
+from soak.source_faults import SourceFaults
+from soak.store_faults import FullDisk, Neighbour, damage
+from soak.world import Name, World
 
 # An API server whose engine has died ends by itself.
 LONGEST_END_S = 60.0

@@ -15,11 +15,11 @@ from typing import Any
 
 import httpx
 
-from benchmarks.soak.bank import MAX_TOKENS, PROMPTS
-from benchmarks.soak.journal import Journal
-from benchmarks.soak.oracle import Answer, Asked
-from benchmarks.soak.world import World
 from lora_plugins.lifecycle.response import HEADER
+from soak.bank import MAX_TOKENS, PROMPTS
+from soak.journal import Journal
+from soak.oracle import Answer, Asked
+from soak.world import World
 from testbed.client import PLAIN_HTTP
 from testbed.events import events
 
