@@ -8,8 +8,7 @@ keeps them should the leader end its lease, and has the leader fetch missing and
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -34,11 +33,9 @@ class FollowedCopies(Copies):
         if before is not None and (now is None or now.lora_path != before.lora_path):
             self._store.release(name, before.lora_path)
 
-    @asynccontextmanager
-    async def sharing(self, share: Share, name: str) -> AsyncIterator[None]:
+    def sharing(self, share: Share, name: str) -> AbstractAsyncContextManager[object]:
         """Share as `Copies.sharing` does: a share covers all API servers, and the leader counts its places."""
-        async with self._follower.lasting("use", name=name, share=asdict(share)) if share.is_limit else nullcontext():
-            yield
+        return self._follower.lasting("use", name=name, share=asdict(share)) if share.is_limit else nullcontext()
 
     async def relieve(self) -> None:
         """End all names' leases: the leader leases the copies that must stay in the store."""

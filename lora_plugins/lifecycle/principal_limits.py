@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Hashable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Hashable
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from typing import cast
 
@@ -60,8 +60,7 @@ class Shares:
         # No limit over all principals here: the engines' own slots and memory are that limit.
         self._places = Places(PlaceLimits(None, _WAITING, wait_s), self._refusal, self._most_of)
 
-    @asynccontextmanager
-    async def using(self, share: Share, adapter: str, size_bytes: int = 0) -> AsyncIterator[None]:
+    def using(self, share: Share, adapter: str, size_bytes: int = 0) -> AbstractAsyncContextManager[object]:
         """Inside, a request of `share` uses an adapter, alone or beside other requests of the principal.
 
         One adapter is always allowed, however large.
@@ -69,11 +68,7 @@ class Shares:
         Raises:
             NoFreeSlot: after a while, where the adapter would exceed the share; at once, where too many requests wait.
         """
-        if not share.is_limit:
-            yield
-            return
-        async with self._places.held(share, adapter, size_bytes):
-            yield
+        return self._places.held(share, adapter, size_bytes) if share.is_limit else nullcontext()
 
     def _most_of(self, share: Hashable) -> Most:
         part = cast(Share, share).part

@@ -82,7 +82,7 @@ class Copies:
             finally:
                 self._store.release(holder, request.lora_path)
 
-    def sharing(self, share: Share, name: str) -> AbstractAsyncContextManager[None]:
+    def sharing(self, share: Share, name: str) -> AbstractAsyncContextManager[object]:
         """Inside, a request of `share` uses the adapter of a name; raises the errors of `Shares.using`."""
         adapter = self._registry.get(name)
         size_bytes = adapter.version.size_bytes if adapter is not None and adapter.version is not None else 0
