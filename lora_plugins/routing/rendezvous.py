@@ -37,13 +37,9 @@ class Rendezvous:
     def __init__(self) -> None:
         self._points = array("Q")  # sorted
         self._owners: list[str] = []  # the owner of the point with the same index
-        self._replicas: set[str] = set()
 
     def add(self, replica: str) -> None:
-        """Let a replica take its share; a known replica keeps its share."""
-        if replica in self._replicas:
-            return
-        self._replicas.add(replica)
+        """Let a new replica take its share."""
         for point in _points(replica):
             at = bisect_left(self._points, point)
             self._points.insert(at, point)
@@ -51,9 +47,6 @@ class Rendezvous:
 
     def remove(self, replica: str) -> None:
         """Share a replica's adapters among the others."""
-        if replica not in self._replicas:
-            return
-        self._replicas.remove(replica)
         # Linear, as joins and leaves are rare beside requests.
         kept = [(point, owner) for point, owner in zip(self._points, self._owners, strict=True) if owner != replica]
         self._points = array("Q", (point for point, _ in kept))
@@ -69,14 +62,12 @@ class Rendezvous:
         # For each probe the nearest unvisited point: its distance and its index.
         nearest = []
         for _ in range(PROBES):
-            at = bisect_left(points, start)
-            if at == size:
-                at = 0
+            at = bisect_left(points, start) % size
             nearest.append(((points[at] - start) & _CIRCLE, at))
             start = (start + step) & _CIRCLE
         heapify(nearest)
         seen: set[str] = set()
-        while len(seen) < len(self._replicas):
+        while len(seen) < size // POINTS:
             distance, at = nearest[0]
             owner = owners[at]
             if owner not in seen:
@@ -84,7 +75,7 @@ class Rendezvous:
                 yield owner
             # The probe's next point, clockwise: its distance grows by the gap, so the heap stays in the order of
             # weights.
-            following = at + 1 if at + 1 < size else 0
+            following = (at + 1) % size
             heapreplace(nearest, (distance + ((points[following] - points[at]) & _CIRCLE), following))
 
 
