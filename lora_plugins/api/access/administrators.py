@@ -11,14 +11,12 @@ import hashlib
 import hmac
 import ipaddress
 import re
-from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any
+
+from starlette.types import Scope
 
 from lora_plugins.api.access.policy import Policy, Principal
 from lora_plugins.errors import NotAllowed
-
-Scope = MutableMapping[str, Any]
 
 ADMIN_KEY = "LORA_PLUGINS_ADMIN_KEY"
 SEND_THE_KEY = "send it as 'Authorization: Bearer KEY'"  # the remedy where only a right key is missing

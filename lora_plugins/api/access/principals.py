@@ -7,24 +7,21 @@ functions above the class read the variable, wherever the request's code needs l
 
 from __future__ import annotations
 
-import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 from urllib.parse import parse_qs
 
-from lora_plugins.api.access.administrators import Administrators, Scope, forbidden
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lora_plugins.api.access.administrators import Administrators, forbidden
 from lora_plugins.api.access.open_routes import is_counted, is_open
 from lora_plugins.api.access.policy import Principal
 from lora_plugins.api.http_errors import body_of, headers_of, hidden
 from lora_plugins.errors import LoRAPluginsError, NotAllowed
 from lora_plugins.lifecycle.principal_limits import NO_LIMIT, Rate, Share
 from lora_plugins.lifecycle.response import route_path
-
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # The principal of the request that this code runs for; None outside requests, such as at start.
 principal_of_request: ContextVar[Principal | None] = ContextVar("lora_plugins_principal", default=None)
@@ -71,48 +68,46 @@ async def require_admin() -> None:
         raise HTTPException(NotAllowed.http_status, str(_refusal.get()()))
 
 
+@dataclass(eq=False)
 class KnowPrincipal:
     """ASGI middleware: notes the principal of a request, and keeps all but administrators from their routes.
 
     Stands inside vLLM's own authentication, which answers 401 first.
 
-    Args:
+    Attributes:
         admit: counts a request of a principal with limits; raises the refusal of a request over them.
     """
 
-    def __init__(
-        self, app: App, administrators: Administrators, admit: Callable[[Rate], Awaitable[None]] | None = None
-    ) -> None:
-        self._app = app
-        self._administrators = administrators
-        self._admit = admit
+    app: ASGIApp
+    administrators: Administrators
+    admit: Callable[[Rate], Awaitable[None]] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one connection."""
         if scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         # WebSockets too: vLLM serves realtime requests over them.
-        ours = self._administrators
+        ours = self.administrators
         principal = ours.principal(scope)
         # Refuse here, before vLLM reads the body, which may be gigabytes of a push.
         method = "WEBSOCKET" if scope["type"] == "websocket" else scope["method"]
         route = method, route_path(scope)
         if not principal.is_admin and not is_open(*route, has_policy=ours.policy is not None):
             if not _may_call(principal, scope):
-                await _refuse(scope, send, ours.refusal(scope), asks_for_key=ours.asks_for_key(scope))
+                await _refuse(scope, receive, send, ours.refusal(scope), asks_for_key=ours.asks_for_key(scope))
                 return
             principal = replace(principal, is_admin=True, is_pusher=True)
-        if self._admit is not None and principal.rate is not None and is_counted(*route):
+        if self.admit is not None and principal.rate is not None and is_counted(*route):
             try:
-                await self._admit(principal.rate)
+                await self.admit(principal.rate)
             except LoRAPluginsError as refusal:
-                await _refuse(scope, send, refusal)
+                await _refuse(scope, receive, send, refusal)
                 return
         # Context variables follow the request into its tasks, but not into other requests.
         tokens = principal_of_request.set(principal), _refusal.set(lambda: ours.refusal(scope))
         try:
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
         finally:
             principal_of_request.reset(tokens[0])
             _refusal.reset(tokens[1])
@@ -129,17 +124,14 @@ def _may_call(principal: Principal, scope: Scope) -> bool:
     return any(principal.may_push(name.removesuffix(end)) for end in ends)
 
 
-async def _refuse(scope: Scope, send: Send, refusal: LoRAPluginsError, *, asks_for_key: bool = False) -> None:
+async def _refuse(
+    scope: Scope, receive: Receive, send: Send, refusal: LoRAPluginsError, *, asks_for_key: bool = False
+) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008})
         return
     status = 401 if asks_for_key else refusal.http_status
     of_anthropic = {"type": "error"} if route_path(scope).startswith("/v1/messages") else {}
-    body = json.dumps(of_anthropic | body_of(refusal, status)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if asks_for_key:
-        # RFC 9110 requires the header with a 401.
-        headers.append((b"www-authenticate", b"Bearer"))
-    headers += [(name.lower().encode(), value.encode()) for name, value in headers_of(refusal).items()]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    # RFC 9110 requires the header with a 401.
+    headers = headers_of(refusal) | ({"WWW-Authenticate": "Bearer"} if asks_for_key else {})
+    await JSONResponse(of_anthropic | body_of(refusal, status), status, headers)(scope, receive, send)
