@@ -19,6 +19,9 @@ import re
 import tarfile
 from collections.abc import Callable, Iterator
 
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
 from lora_plugins.adapter.chat import CHAT_FILES, TOOLS_FILE
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.adapter.weight_files import INDEX_FILE, WEIGHTS_FILE, is_shard
@@ -31,8 +34,6 @@ _BLOCK_BYTES = 512  # of a tar archive
 
 def form_of(content_type: str, content_bytes: int | None) -> OneFile | Parts | Archive:
     """The form of a body with this Content-Type and Content-Length; raises InvalidAdapter for another type."""
-    from python_multipart.multipart import parse_options_header
-
     kind, options = parse_options_header(content_type or OCTETS)
     if kind == OCTETS.encode():
         return OneFile(content_bytes)
@@ -79,9 +80,6 @@ class Parts:
     file_bytes = None
 
     def __init__(self, boundary: bytes) -> None:
-        from python_multipart.exceptions import FormParserError
-        from python_multipart.multipart import MultipartParser
-
         self._ready: list[tuple[str, bytes]] = []
         self._field = self._value = b""
         self._headers: dict[bytes, bytes] = {}
@@ -105,8 +103,6 @@ class Parts:
             ) from None
 
     def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
-        from python_multipart.exceptions import FormParserError
-
         try:
             self._parser.write(piece)
         except FormParserError as error:
@@ -134,8 +130,6 @@ class Parts:
         self._field = self._value = b""
 
     def _end_headers(self) -> None:
-        from python_multipart.multipart import parse_options_header
-
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         self._name = (options.get(b"filename") or options.get(b"name", b"")).decode(errors="replace")
         self._ready.append((self._name, b""))  # begins the file, even if no data follows
