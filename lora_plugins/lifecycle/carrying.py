@@ -85,9 +85,7 @@ async def answer_carried(
         nonlocal has_begun, is_whole
         has_begun = True
         is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
-        send(writer, dict(message))
-        with suppress(ConnectionError):
-            await writer.drain()
+        await _write(writer, message)
 
     try:
         await app(scope, receive_, send_)
@@ -96,13 +94,17 @@ async def answer_carried(
         if not has_begun:
             await send_({"type": "http.response.start", "status": 500, "headers": [(b"content-type", b"text/plain")]})
             await send_({"type": "http.response.body", "body": b"Internal Server Error"})
-    with suppress(ConnectionError):
-        await writer.drain()
     # The follower closes: it may still write the request, and a write to a closed connection would lose the answer.
     # No frames: the application may have left off in the midst of one, as at a slow body.
     with suppress(ConnectionError):
         while is_whole and await reader.read(_READ_BYTES):
             pass
+
+
+async def _write(writer: asyncio.StreamWriter, message: Message) -> None:
+    send(writer, dict(message))
+    with suppress(ConnectionError):
+        await writer.drain()
 
 
 def _pairs(headers: list[list[bytes]]) -> list[tuple[bytes, bytes]]:
@@ -132,9 +134,7 @@ async def _carry(follower: Follower, scope: Scope, receive_: Receive, send_: Sen
     async def pass_on() -> None:
         while True:
             message = await receive_()
-            send(writer, dict(message))
-            with suppress(ConnectionError):
-                await writer.drain()
+            await _write(writer, message)
             if message["type"] == "http.disconnect":
                 return
 
