@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 # Seconds, longer than the time between two reports: an older report must not undo a request's effect.
@@ -44,6 +44,7 @@ class Report:
     requests: int | None = None
 
 
+@dataclass(slots=True)
 class _Replica:
     """A replica's state.
 
@@ -53,13 +54,10 @@ class _Replica:
         stored: adapters whose files the replica has, and which are not in memory.
     """
 
-    __slots__ = ("capacity", "sent_s", "stored", "used")
-
-    def __init__(self) -> None:
-        self.capacity = UNKNOWN_CAPACITY
-        self.used: OrderedDict[str, Tier] = OrderedDict()
-        self.sent_s: dict[str, float] = {}
-        self.stored: set[str] = set()
+    capacity: int = UNKNOWN_CAPACITY
+    used: OrderedDict[str, Tier] = field(default_factory=OrderedDict)
+    sent_s: dict[str, float] = field(default_factory=dict)
+    stored: set[str] = field(default_factory=set)
 
 
 class Residency:
@@ -80,11 +78,10 @@ class Residency:
 
     def leave(self, replica: str) -> None:
         """Forget a replica and its adapters."""
-        state = self._replicas.pop(replica, None)
-        if state is not None:
-            for adapter in state.used:
-                self._drop(adapter, replica)
-            self._set_stored(replica, state, set())
+        state = self._replicas.pop(replica)
+        for adapter in list(state.used):
+            self._forget(adapter, replica, state)
+        self._set_stored(replica, state, set())
 
     def of(self, adapter: str) -> Mapping[str, Tier]:
         """Return the replicas that have or load an adapter in memory, and the tiers."""
@@ -101,9 +98,7 @@ class Residency:
 
     def routed(self, adapter: str, replica: str, now_s: float) -> None:
         """Note a request for an adapter: unless the replica has the adapter in memory, the replica now loads it."""
-        state = self._replicas.get(replica)
-        if state is None:
-            return
+        state = self._replicas[replica]
         state.sent_s[adapter] = now_s
         if adapter in state.used:
             state.used.move_to_end(adapter)
@@ -151,9 +146,6 @@ class Residency:
     def _forget(self, adapter: str, replica: str, state: _Replica) -> None:
         del state.used[adapter]
         state.sent_s.pop(adapter, None)
-        self._drop(adapter, replica)
-
-    def _drop(self, adapter: str, replica: str) -> None:
         where = self._where[adapter]
         del where[replica]
         if not where:
