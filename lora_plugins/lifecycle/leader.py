@@ -170,7 +170,8 @@ class Leader:
         try:
             while (frame := await receive(reader)) is not None:
                 if "has" in frame:
-                    await self._note(writer, frame["has"])
+                    self._followers[writer] = frame["has"]
+                    await self._notify()
                 elif "end" in frame:
                     # The task waits in `_answer` with what the call holds; its cancellation closes the stack.
                     calls.pop(frame["end"]).cancel()
@@ -181,14 +182,11 @@ class Leader:
         finally:
             for one in calls.values():
                 one.cancel()
-            await self._note(writer, None)
+            del self._followers[writer]
+            await self._notify()
 
-    async def _note(self, follower: asyncio.StreamWriter, has: int | None) -> None:
-        """Note the last change that a follower has confirmed; None where the follower is gone."""
-        if has is None:
-            del self._followers[follower]
-        else:
-            self._followers[follower] = has
+    async def _notify(self) -> None:
+        """Have `all_have` look at what each follower has confirmed."""
         async with self._has_confirmed:
             self._has_confirmed.notify_all()
 
