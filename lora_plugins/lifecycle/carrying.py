@@ -24,7 +24,7 @@ from lora_plugins.lifecycle.response import route_path
 from lora_plugins.log import logger
 
 # Routes of this package; of vLLM; of SageMaker; and vLLM's list of models, so that all servers list the same order.
-_PATHS = ("/v1/loras", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/adapters", "/v1/models")
+_PATHS = ("/v1/loras/", "/v1/load_lora_adapter/", "/v1/unload_lora_adapter/", "/adapters/", "/v1/models/")
 _REQUEST_ID = b"x-request-id"
 _READ_BYTES = 1 << 16
 # Fields of an ASGI scope that msgpack can carry: a scope also has the application and its state.
@@ -46,7 +46,7 @@ class CarryToLeader:
 
     async def __call__(self, scope: Scope, receive_: Receive, send_: Send) -> None:
         """Handle one connection, or the application's life, which begins when all is there to serve."""
-        is_carried = scope["type"] == "http" and _is_carried(scope)
+        is_carried = scope["type"] == "http" and f"{route_path(scope)}/".startswith(_PATHS)
         try:
             if isinstance(role := self.role(), Follower):
                 if is_carried:
@@ -110,11 +110,6 @@ async def _write(writer: asyncio.StreamWriter, message: Message) -> None:
 def _pairs(headers: list[list[bytes]]) -> list[tuple[bytes, bytes]]:
     """Headers as ASGI's tuples: msgpack has lists only."""
     return [(name, value) for name, value in headers]
-
-
-def _is_carried(scope: Scope) -> bool:
-    path = route_path(scope)
-    return any(path == carried or path.startswith(f"{carried}/") for carried in _PATHS)
 
 
 def _when_all_have(leader: Leader, send_: Send) -> Send:
