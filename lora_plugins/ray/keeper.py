@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import FrameType
 
 GRACE_S = 15.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -26,12 +25,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 def main(command: Sequence[str]) -> int:
     """Run the command; see the module."""
     # Signals are for the command, not for this process: this process ends last.
-    asked = [False]
-
-    def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a signal handler
-        asked[0] = True
-
-    signal.signal(signal.SIGTERM, ask)
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -48,7 +43,7 @@ def main(command: Sequence[str]) -> int:
     )
     # A pidfd wakes `select` when the command ends; a signal handler for SIGCHLD would race with `poll`.
     stdin, ended = sys.stdin.fileno(), os.pidfd_open(process.pid)
-    while process.poll() is None and not asked[0]:
+    while process.poll() is None and not asked:
         readable, _, _ = select.select([stdin, ended], [], [], 1.0)
         if stdin in readable and not os.read(stdin, 4096):
             break
