@@ -168,8 +168,8 @@ async def wait_served_async(
     async with _client(missing, key, timeout_s) as client:
         while missing:
             heard = await _heard(missing, [client.get(_url(server, name)) for server in missing])
-            denied = {it: text for it in heard if (text := _denial(heard[it])) is not None}
-            if denied:
+            said = [(server, it) for server, answer in heard.items() for it in answers_of(answer)]
+            if denied := {server: it.text for server, it in said if it.status in (401, 403)}:
                 raise CallFailed(denied)
             missing = [server for server, answer in heard.items() if served_digests(answer) != {digest}]
             if missing and time.monotonic() >= deadline:
@@ -275,7 +275,3 @@ def _client(servers: Sequence[str], key: str | None, timeout_s: float) -> httpx.
 
 def _url(server: str, name: str) -> str:
     return f"{server.rstrip('/').removesuffix('/v1')}/v1/loras/{quote(name)}"
-
-
-def _denial(heard: Heard) -> str | None:
-    return next((it.text for it in answers_of(heard) if it.status in (401, 403)), None)
