@@ -15,7 +15,6 @@ from typing import Any
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError
 
 HIDDEN = "<path>"
-_SHOWN = "adapter"  # the caller's own word
 
 # In quotes a path may have spaces. /v1/… is a route of the server, which remedies name.
 _QUOTED = re.compile(r"""(?P<quote>['"])(?:(?:file:)?/(?!v1/)|[A-Za-z]:[\\/]|\\\\)[^'"]*(?P=quote)""")
@@ -35,7 +34,7 @@ def http_error(error: LoRAPluginsError, *, shows_paths: bool = False) -> Excepti
     from fastapi import HTTPException
     from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 
-    text = str(error) if shows_paths else for_clients(error)
+    text = str(error if shows_paths else hidden(error))
     if isinstance(error, AdapterNotFound):
         return VLLMNotFoundError(text)  # type: ignore[no-any-return]
     if error.http_status == 400:
@@ -76,13 +75,8 @@ def without_paths(text: str) -> str:
     return _BARE.sub(HIDDEN, _WINDOWS.sub(HIDDEN, text))
 
 
-def for_clients(error: LoRAPluginsError) -> str:
-    """An error's text for callers who see no paths of the server."""
-    return str(hidden(error))
-
-
 def hidden(error: LoRAPluginsError) -> LoRAPluginsError:
     """The error without the server's paths and places; its adapter's name stays as the client has written it."""
     # Rebuild the error from its fields, because the name of an adapter may look like a path and must stay.
-    fields = {name: text if name == _SHOWN else without_paths(text) for name, text in error.fields().items()}
+    fields = {name: text if name == "adapter" else without_paths(text) for name, text in error.fields().items()}
     return type(error)(**{**fields, "place": ""})

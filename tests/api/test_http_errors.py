@@ -6,7 +6,7 @@ import pytest
 from fastapi import HTTPException
 from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 
-from lora_plugins.api.http_errors import for_clients, http_error, without_paths
+from lora_plugins.api.http_errors import hidden, http_error, without_paths
 from lora_plugins.errors import (
     AdapterNotFound,
     IncompatibleAdapter,
@@ -101,15 +101,15 @@ def test_what_is_no_path_stays(text):
 
 def test_the_adapters_name_stays_as_it_was_asked_for():
     error = AdapterNotFound("x", expected="/a", remedy="see /b", adapter="/sql", file="/c/d")
-    assert for_clients(error) == "[L002] adapter '/sql', file '<path>': found x; expected <path>. To fix: see <path>."
+    assert str(hidden(error)) == "[L002] adapter '/sql', file '<path>': found x; expected <path>. To fix: see <path>."
     assert str(error).count("<path>") == 0
-    assert for_clients(IncompatibleAdapter("x", adapter="team/sql")) == "[L003] adapter 'team/sql': found x."
+    assert str(hidden(IncompatibleAdapter("x", adapter="team/sql"))) == "[L003] adapter 'team/sql': found x."
 
 
 def test_place_is_for_the_log_and_never_for_clients():
     error = SourceUnavailable("x", adapter="sql", place="s3://bucket/loras/sql/ on http://s3.test:9000")
     assert str(error) == "[L006] adapter 'sql': found x at s3://bucket/loras/sql/ on http://s3.test:9000."
-    assert for_clients(error) == "[L006] adapter 'sql': found x."
+    assert str(hidden(error)) == "[L006] adapter 'sql': found x."
 
 
 def test_the_connection_of_a_slow_body_ends():

@@ -15,7 +15,7 @@ from fsspec.asyn import get_loop
 
 from lora_plugins.adapter.names import AdapterName
 from lora_plugins.adapter.weight_files import WEIGHTS_FILE
-from lora_plugins.api.http_errors import for_clients
+from lora_plugins.api.http_errors import hidden
 from lora_plugins.errors import SourceUnavailable
 from lora_plugins.resolvers.sources.object_store import object_source
 from lora_plugins.resolvers.sources.s3 import s3_storage_options
@@ -98,7 +98,7 @@ def test_lasting_fault_is_an_outage_never_absence(bed: Bed, case: str) -> None:
     for secret in ("testing", "X-Amz", "Signature"):
         assert secret not in text
     for place in (bed.bucket.name, bed.proxy.url):
-        assert place not in for_clients(caught.value)
+        assert place not in str(hidden(caught.value))
     assert not bed.store.layout.digests()
     bed.assert_clean()
     bed.proxy.clear()
