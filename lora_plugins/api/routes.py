@@ -54,6 +54,10 @@ class _Route(APIRoute):
         async def answer(request: Request) -> Response:
             try:
                 return await handler(request)
+            except ClientDisconnect:  # no fault of the server's: one line of the log, and nobody reads the answer
+                name = request.path_params["lora_name"]
+                logger.info("The client of a push of adapter '%s' left before the end of the body", name)
+                raise HTTPException(400, "the client has left") from None
             except LoRAPluginsError as error:
                 return JSONResponse(body_of(shown(error)), error.http_status, headers_of(error))
 
@@ -185,7 +189,7 @@ async def push(
         )
         return body_sha256
 
-    async with _left_clients(lora_name), _changing(lifecycle) as began:
+    async with _changing(lifecycle) as began:
         if principal.pushes_per_minute is not None:
             pushes.count(principal.label, principal.pushes_per_minute)
         pushed = await pushes.push(
@@ -333,16 +337,6 @@ async def _changing(lifecycle: Lifecycle) -> AsyncIterator[float]:
     """End only once what is served is written down: a kill forgets no answered change; yields the start of the call."""
     yield time.perf_counter()
     await lifecycle.written()
-
-
-@asynccontextmanager
-async def _left_clients(name: str) -> AsyncIterator[None]:
-    """A client that leaves before the end of its body is no fault of the server's: one line of the log."""
-    try:
-        yield
-    except ClientDisconnect:
-        logger.info("The client of a push of adapter '%s' left before the end of the body", name)
-        raise HTTPException(400, "the client has left") from None  # nobody reads the answer
 
 
 async def _chat_view(path: str, lifecycle: Lifecycle) -> models.ChatView | None:
