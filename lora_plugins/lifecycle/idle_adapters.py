@@ -12,7 +12,6 @@ import asyncio
 import math
 from collections.abc import Collection, Hashable, Iterable
 from contextlib import suppress
-from typing import NamedTuple
 
 from lora_plugins.errors import NoFreeSlot
 from lora_plugins.lifecycle.api_server import ABORT_S, ApiServer
@@ -20,15 +19,9 @@ from lora_plugins.lifecycle.background_tasks import background
 from lora_plugins.lifecycle.registry import ServedAdapter
 
 MOST_BY_DIGEST = 1_000  # names `NAME@DIGEST`: a digest has 57 spellings, and a name has many versions
+# A digest, the name that leases its copy, and the last use in seconds since 1970; None where unknown.
+_Lease = tuple[str, str, float | None]
 _MOST_MIXTURES = 32  # of one caller: each request may name another one
-
-
-class _Lease(NamedTuple):
-    """The lease of a name on the copy of a digest; `used_at` in seconds since 1970, None where unknown."""
-
-    digest: str
-    name: str
-    used_at: float | None = None
 
 
 class IdleAdapters:
@@ -82,21 +75,21 @@ class IdleAdapters:
         if adapter.is_pinned:
             return []
         earlier = () if adapter.name in changing else adapter.previous
-        spare = [_Lease(version.digest, adapter.name) for version in earlier]
+        spare: list[_Lease] = [(version.digest, adapter.name, None) for version in earlier]
         if (present := adapter.version) is not None and not adapter.is_only_copy:
             # The store removes first what was used longest ago, and mixtures are made again of their parts.
             used_at = 0.0 if present.parts else self._planner.used_at.get(adapter.engine_id)
-            spare.append(_Lease(present.digest, adapter.name, used_at))
-        return [lease for lease in spare if lease.digest != adapter.held_digest]
+            spare.append((present.digest, adapter.name, used_at))
+        return [lease for lease in spare if lease[0] != adapter.held_digest]
 
     async def _end_leases(self, spare: Iterable[_Lease]) -> None:
         """End leases, in a thread because the disk may hang."""
         # The names' leases end now, not when a thread has the time: by then a name may need its version.
         leases, nobody = list(spare), object()
-        for lease in leases:
+        for digest, name, _ in leases:
             with suppress(KeyError):
-                self._store.leases.hand_over(lease.digest, lease.name, nobody)
-        of_nobody = [(lease.digest, nobody, lease.used_at) for lease in leases]
+                self._store.leases.hand_over(digest, name, nobody)
+        of_nobody = [(digest, nobody, used_at) for digest, _, used_at in leases]
         await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._store.end_leases, of_nobody))
 
     async def _end_earlier(self, name: str) -> None:
