@@ -25,8 +25,6 @@ from lora_plugins.log import logger
 
 # Routes of this package; of vLLM; of SageMaker; and vLLM's list of models, so that all servers list the same order.
 _PATHS = ("/v1/loras/", "/v1/load_lora_adapter/", "/v1/unload_lora_adapter/", "/adapters/", "/v1/models/")
-_REQUEST_ID = b"x-request-id"
-_READ_BYTES = 1 << 16
 # Fields of an ASGI scope that msgpack can carry: a scope also has the application and its state.
 _PLAIN_FIELDS = ("type", "http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string")
 
@@ -97,7 +95,7 @@ async def answer_carried(
     # The follower closes: it may still write the request, and a write to a closed connection would lose the answer.
     # No frames: the application may have left off in the midst of one, as at a slow body.
     with suppress(ConnectionError):
-        while is_whole and await reader.read(_READ_BYTES):
+        while is_whole and await reader.read(1 << 16):
             pass
 
 
@@ -145,7 +143,7 @@ async def _carry(follower: Follower, scope: Scope, receive_: Receive, send_: Sen
             if "headers" in message:
                 # The follower's own stack adds its request id: `--enable-request-id-headers`.
                 pairs = _pairs(message["headers"])
-                message["headers"] = [pair for pair in pairs if pair[0].lower() != _REQUEST_ID]
+                message["headers"] = [pair for pair in pairs if pair[0].lower() != b"x-request-id"]
             await send_(message)
             if message["type"] == "http.response.body" and not message.get("more_body", False):
                 return

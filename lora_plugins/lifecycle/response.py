@@ -24,7 +24,6 @@ Span = tuple[str, int]  # a version's digest, and the index of the first token t
 HEADER = "x-lora-digest"
 WARNING_HEADER = "x-lora-warning"
 _LONGEST_WARNING = 1000  # characters
-_FIRST_ERROR = 400  # HTTP status
 
 
 def route_path(scope: Scope) -> str:
@@ -162,7 +161,7 @@ def _with_headers(message: Message, response: Response) -> Message:
     said = {} if response.digest is None else {HEADER: response.digest}
     if response.warnings:
         said[WARNING_HEADER] = _one_line(response.warnings)
-    added = response.headers if message["status"] >= _FIRST_ERROR else said
+    added = response.headers if message["status"] >= 400 else said
     headers = [(name.lower().encode(), text.encode()) for name, text in added.items()]
     return {**message, "headers": [*message["headers"], *headers]}
 

@@ -19,7 +19,6 @@ from lora_plugins.ray.ingress import Ingress
 from lora_plugins.ray.replica import VllmReplica
 from lora_plugins.ray.router import BUSY_REQUESTS
 
-ROUTER = "lora_plugins.ray.router:AdapterAffinityRouter"
 # Seconds: a replica or an ingress that is to go has so long for the requests that have begun.
 DRAIN_S = 300.0
 
@@ -61,7 +60,7 @@ def deployments(options: Options) -> tuple[Deployment, Deployment]:
         name="vllm",
         max_ongoing_requests=256,  # further requests wait in the ingress
         request_router_config=RequestRouterConfig(
-            request_router_class=ROUTER,
+            request_router_class="lora_plugins.ray.router:AdapterAffinityRouter",
             request_router_kwargs={"busy_requests": options.busy_requests},
             request_routing_stats_period_s=options.stats_period_s,
         ),

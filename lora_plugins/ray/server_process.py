@@ -29,8 +29,6 @@ from lora_plugins.settings import environment
 START_TIMEOUT_S = 1800.0
 END_TIMEOUT_S = 25.0
 TAIL_LINES = 60
-# A router has to know of every adapter in memory, so the limit of a dashboard is too low.
-_ALL_ADAPTERS = {"LORA_PLUGINS_METRICS_ADAPTERS": "all"}
 _LOADED, _CAPACITY = "vllm:lora_adapter_loaded", "lora_plugins_host_max_adapters"
 _IN_FLIGHT = ("vllm:num_requests_running", "vllm:num_requests_waiting", "lora_plugins_held")
 _PLACES = {"gpu": Tier.SLOT, "cpu": Tier.HOST}
@@ -68,7 +66,8 @@ class ServerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**_ALL_ADAPTERS, **environment(), **env},
+            # A router has to know of every adapter in memory, so the limit of a dashboard is too low.
+            env={"LORA_PLUGINS_METRICS_ADAPTERS": "all", **environment(), **env},
             start_new_session=True,
         )
         self._tail: deque[bytes] = deque(maxlen=TAIL_LINES)
