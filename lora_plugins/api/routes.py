@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Header, HTTPException, Query, Request
@@ -173,22 +172,15 @@ async def push(
     # A template is a program that runs in the server, and added tokens have it keep a further tokenizer: a tenant's are
     # none that the operator has chosen.
     leaves_out = {*CHAT_FILES} - {GENERATION_FILE} if principal.is_pusher else ()
-    left_out: frozenset[str] = frozenset()
-
-    async def receive_body(pieces: AsyncIterator[bytes], directory: Path) -> str:
-        nonlocal left_out
-        body_sha256, left_out = await receive(
-            pieces,
-            directory,
-            content_type=headers.get("content-type", ""),
-            content_bytes=content_bytes,
-            max_bytes=settings.max_adapter_bytes,
-            content_digest=", ".join(headers.getlist("content-digest")),
-            content_encoding=", ".join(headers.getlist("content-encoding")),
-            leaves_out=leaves_out,
-        )
-        return body_sha256
-
+    receive_body = partial(
+        receive,
+        content_type=headers.get("content-type", ""),
+        content_bytes=content_bytes,
+        max_bytes=settings.max_adapter_bytes,
+        content_digest=", ".join(headers.getlist("content-digest")),
+        content_encoding=", ".join(headers.getlist("content-encoding")),
+        leaves_out=leaves_out,
+    )
     async with _changing(lifecycle) as began:
         if principal.pushes_per_minute is not None:
             pushes.count(principal.label, principal.pushes_per_minute)
@@ -205,8 +197,8 @@ async def push(
         waited_ms=_ms(pushed.waited_s), received_ms=_ms(pushed.received_s), served_ms=_ms(pushed.served_s)
     )
     serves = f"serves what was pushed, {(pushed.change.after or '')[:12]}"
-    if left_out:
-        serves += f", without {', '.join(sorted(left_out))}, which only administrators may bring"
+    if pushed.left_out:
+        serves += f", without {', '.join(sorted(pushed.left_out))}, which only administrators may bring"
     done = _version_status(lifecycle, lora_name, serves, pushed.change, began)
     return models.PushStatus(**done.model_dump(), timings=timings)
 
@@ -280,8 +272,7 @@ async def pause(
     ] = PauseMode.WAIT,
 ) -> models.AdapterStatus:
     """Hold new requests for a name until a resume; the answer comes once none runs. Other names run on."""
-    is_paused = await lifecycle.server.pause(lora_name, mode)
-    if is_paused:
+    if await lifecycle.server.pause(lora_name, mode):
         return _status(lifecycle, lora_name, "paused")
     return _status(lifecycle, lora_name, "was resumed before its requests had ended", "resumed")
 

@@ -30,8 +30,8 @@ from lora_plugins.store.disk_errors import store_errors
 
 _MINUTE_S = 60.0
 _MOST_NAMES = 10_000  # of one sender: calls take time in proportion to all names served
-# Writes the pieces of a body to a directory; returns the SHA-256 of the whole body.
-Receive = Callable[[AsyncIterator[bytes], Path], Awaitable[str]]
+# Writes the pieces of a body to a directory; returns the SHA-256 of the whole body, and files that were left out.
+Receive = Callable[[AsyncIterator[bytes], Path], Awaitable[tuple[str, frozenset[str]]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,14 @@ class ServedPush:
     Attributes:
         waited_s: seconds for a place to be received, and for a push of this name before. received_s: seconds until all
             bytes were here. served_s: seconds until the version was verified, loaded, and swapped in.
+        left_out: names of files in the body that were not taken.
     """
 
     change: VersionChange
     waited_s: float
     received_s: float
     served_s: float
+    left_out: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False)
@@ -189,7 +191,7 @@ class Pushes:
             room = BodyRoom(self._lifecycle.server.resolver.store, left_bytes)
             async with self._directory() as directory, room:
                 with store_errors():
-                    body_sha256 = await receive(self._arrivals.pieces(body, room), directory)
+                    body_sha256, left_out = await receive(self._arrivals.pieces(body, room), directory)
                     pushed = await asyncio.to_thread(PushedAdapter.of, name, directory, body_sha256)
                 received = time.perf_counter()
                 async with self._changing(name, of_name, number):
@@ -200,7 +202,7 @@ class Pushes:
                         change = await self._lifecycle.take(name, pushed, expects=expects, **options)
         served = time.perf_counter()
         waited_s = placed - began + began_change - received
-        return ServedPush(change, waited_s, received - placed, served - began_change)
+        return ServedPush(change, waited_s, received - placed, served - began_change, left_out)
 
     @asynccontextmanager
     async def _changing(self, name: str, of_name: _PushesOfName, number: int) -> AsyncIterator[None]:

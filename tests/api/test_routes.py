@@ -136,10 +136,10 @@ class _Pushes(Pushes):
 
     async def push(self, name: str, body: Body, receive: Receive, **options: Any) -> ServedPush:  # type: ignore[override]
         with TemporaryDirectory(dir=self.directory) as directory:
-            await receive(body.pieces, Path(directory))
+            _, left_out = await receive(body.pieces, Path(directory))
             self.received = {path.name for path in Path(directory).iterdir()}
         change = await self.lifecycle.take(name, SimpleNamespace(name=name), **options)  # type: ignore[arg-type]
-        return ServedPush(change, 0, 0, 0)
+        return ServedPush(change, 0, 0, 0, left_out)
 
 
 @pytest.fixture

@@ -71,10 +71,10 @@ class Server:
         async def pieces() -> AsyncIterator[bytes]:
             yield bytes(SIZE_BYTES)
 
-        async def receive(body: AsyncIterator[bytes], directory: Path) -> str:
+        async def receive(body: AsyncIterator[bytes], directory: Path) -> tuple[str, frozenset[str]]:
             async for _ in body:
                 put(directory, files)
-            return f"{hash(frozenset(files.items())):x}"
+            return f"{hash(frozenset(files.items())):x}", frozenset()
 
         await self.pushes.push(name, Body(pieces(), SIZE_BYTES, Share("", 1), lambda _: False), receive)
         await self.lifecycle.written()

@@ -89,11 +89,11 @@ class Trainer:
             yield piece
         await self.sends.wait()
 
-    async def receive(self, pieces: AsyncIterator[bytes], directory: Path) -> str:
+    async def receive(self, pieces: AsyncIterator[bytes], directory: Path) -> tuple[str, frozenset[str]]:
         put(directory, adapter_files())
         async for _ in pieces:
             pass
-        return self.version
+        return self.version, frozenset()
 
     def push(self, names: Names, name: str = "policy") -> asyncio.Task[Any]:
         return asyncio.create_task(names.pushes.push(name, self.body, self.receive))
@@ -254,11 +254,11 @@ async def test_a_slow_disk_is_no_slow_body(names: Names, monkeypatch: pytest.Mon
     trainer = Trainer("1")
     trainer.pieces = [b"x"] * 4
 
-    async def receive(pieces: AsyncIterator[bytes], directory: Path) -> str:
+    async def receive(pieces: AsyncIterator[bytes], directory: Path) -> tuple[str, frozenset[str]]:
         put(directory, adapter_files())
         async for _ in pieces:
             await asyncio.sleep(0.05)
-        return "1"
+        return "1", frozenset()
 
     await names.pushes.push("policy", trainer.body, receive)  # type: ignore[arg-type]
 
@@ -313,7 +313,7 @@ async def test_a_tenants_pushes_evict_no_more_than_its_share(make_names: Any) ->
 async def test_a_push_that_ends_early_leaves_nothing(
     names: Names, fault: BaseException, error: type[LoRAPluginsError]
 ) -> None:
-    async def receive(_: object, directory: Path) -> str:
+    async def receive(_: object, directory: Path) -> tuple[str, frozenset[str]]:
         put(directory, adapter_files())
         raise fault
 
