@@ -103,16 +103,16 @@ class Lifecycle:
             LoRAPluginsError: the adapter cannot be served. In both cases nothing has changed.
         """
         self._check_name(name)
-        seen = block_to_end(self.server, name)
-        async with self.server.vllm.lock(name), ending_block(self.server, name, seen):
-            adapter = self._present(name, expects)
-            if not adapter.is_served or uri not in (None, adapter.uri):
-                return await change(self.server, adapter, await find(self.server, name, uri), uri, None)
-        if adapter.loading is None:
-            return VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
-        # The engines may refuse what a request has found. Without the lock: an unload must not wait for the load.
-        await asyncio.wait([adapter.loading])
-        return await self.load(name, uri, expects=expects)
+        seen = block_to_end(self.server, name)  # once: a block that comes while this call waits holds
+        while True:
+            async with self.server.vllm.lock(name), ending_block(self.server, name, seen):
+                adapter = self._present(name, expects)
+                if not adapter.is_served or uri not in (None, adapter.uri):
+                    return await change(self.server, adapter, await find(self.server, name, uri), uri, None)
+            if adapter.loading is None:
+                return VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
+            # The engines may refuse what a request has found. Without the lock: an unload must not wait for the load.
+            await asyncio.wait([adapter.loading])
 
     async def load_version(self, text: str) -> ServedAdapter | None:
         """Serve `name@digest`, with at least the digest's first 8 characters, as a name of its own, beside `name`.

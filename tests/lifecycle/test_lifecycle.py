@@ -109,6 +109,21 @@ async def test_an_unload_waits_for_no_load_begun_by_a_request() -> None:
 
 
 @runs
+async def test_a_block_holds_against_a_load_that_waits() -> None:
+    """The load, which waits for the load of a request, began before: it ends no block that came since."""
+    world = World({"sql": "aa"}, delay_s=1.0)
+    await world.lifecycle.resolve("sql")
+    asked = asyncio.create_task(world.lifecycle.load("sql"))
+    await asyncio.sleep(0.1)
+    await world.lifecycle.unload("sql", block=True)
+    with pytest.raises(AdapterNotFound, match="blocked"):
+        await asked
+    await asyncio.sleep(10)
+    assert "sql" in world.lifecycle.registry.blocked
+    assert (world.lifecycle.registry.all(), world.resolver.leased) == ([], set())
+
+
+@runs
 async def test_loads_at_once_are_one() -> None:
     world = World({"sql": "aa"}, delay_s=0.02)
     changes = await asyncio.gather(*(world.lifecycle.load("sql") for _ in range(20)))
