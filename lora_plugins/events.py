@@ -22,10 +22,16 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class OfName(Event):
-    """A fact about a name and the source that was, or was not, asked for the name."""
+class Named(Event):
+    """A fact about a name."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class OfName(Named):
+    """A fact about a name and the source that was, or was not, asked for the name."""
+
     source: str
 
 
@@ -37,15 +43,13 @@ class NotFound(OfName):
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterResolved(Event):
+class AdapterResolved(OfName):
     """A name was found and its adapter verified; the engine will read `path`.
 
     `locate_s` was spent asking sources, `obtain_s` finding the adapter in the store or fetching (`fetched`), `check_s`
     validating against the base model. `notes` are tolerated oddities, `warnings` are for clients too.
     """
 
-    name: str
-    source: str
     path: str
     rank: int
     size_bytes: int
@@ -63,21 +67,17 @@ class AdapterConfirmed(OfName):
 
 
 @dataclass(frozen=True, slots=True)
-class FetchStarted(Event):
+class FetchStarted(OfName):
     """The files of a version, each with its bytes, are about to arrive in a directory of the store."""
 
-    name: str
-    source: str
     directory: str
     files: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class FetchGoesOn(Event):
+class FetchGoesOn(OfName):
     """A fetch that has started is slow: after `took_s` seconds, `arrived_bytes` of `size_bytes` are on the disk."""
 
-    name: str
-    source: str
     took_s: float
     arrived_bytes: int
     size_bytes: int
@@ -88,11 +88,9 @@ class FetchEnded(OfName):
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterFetched(Event):
+class AdapterFetched(OfName):
     """A version was fetched from its source, verified and published in the store."""
 
-    name: str
-    source: str
     uri: str
     size_bytes: int
     fetch_s: float
@@ -131,13 +129,12 @@ class LookUpRefused(NotFound):
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterUnknown(Event):
+class AdapterUnknown(Named):
     """Every source answered, and none has the adapter.
 
     `reason` says why, if the name itself is at fault and no source was asked; else `absences` are the sources' answers.
     """
 
-    name: str
     reason: str = ""
     absences: tuple[Absence, ...] = ()
 
@@ -161,21 +158,17 @@ class StoreDamaged(Event):
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class RequestServed(Event):
+class RequestServed(Named):
     """The engine has begun to answer a request for an adapter."""
 
-    name: str
-
 
 @dataclass(frozen=True, slots=True)
-class RequestEnded(Event):
+class RequestEnded(Named):
     """A request, or one of several choices, is over, however it ended; it adds these tokens to the adapter's.
 
     The first choice that ends adds the prompt's tokens and the seconds to the first token, None if nobody knows.
     """
 
-    name: str
     prompt_tokens: int
     generated_tokens: int
     first_token_s: float | None = None
@@ -204,33 +197,30 @@ class KeyRefused(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterLoaded(Event):
+class AdapterLoaded(Named):
     """Every worker has loaded an adapter from its directory into its host cache."""
 
-    name: str
     path: str
     size_bytes: int
     load_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterSwapped(Event):
+class AdapterSwapped(Named):
     """A name points to another version; running requests go on with the old version.
 
     Versions are digests, or paths that only workers have; the same digest twice if a damaged copy was replaced.
     """
 
-    name: str
     before: str
     after: str
     load_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterUnloaded(Event):
+class AdapterUnloaded(Named):
     """No request uses the adapter; slot, host memory and lease are free. `aborted` requests were ended for that."""
 
-    name: str
     drain_s: float
     aborted: int
 
