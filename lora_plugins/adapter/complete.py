@@ -129,13 +129,7 @@ def _layerless(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def check_experts(
-    pairs: Mapping[str, ReadPair],
-    modules: ModelModules,
-    *,
-    elsewhere: Collection[str] = (),
-    about: str = "",
-) -> None:
+def check_experts(pairs: Mapping[str, ReadPair], modules: ModelModules, elsewhere: Collection[str], about: str) -> None:
     """Compare an adapter's tensors for experts with the model's experts.
 
     Args:
@@ -160,8 +154,23 @@ def check_experts(
                 expected=f"A {list(a)} and B {list(b)}, of rank {pair.rank} by the configuration",
                 remedy=REMEDY,
             )
-    if found:
-        _check_whole(pairs, modules, found, elsewhere, about)
+    # vLLM takes all parts of all experts of a layer, or none, in a single format.
+    for name, place in paced(modules.places.items() if found else ()):
+        if place.kind is not ModuleKind.EXPERTS or place.module not in found:
+            continue
+        of_formats = found[place.module]
+        if len(of_formats) > 1:
+            raise IncompatibleAdapter(
+                f"experts of '{place.module}' both one by one and stacked{about}",
+                expected="one format",
+                remedy="save them in one format",
+            )
+        if (place.stacked > 1) in of_formats and name not in pairs and name not in elsewhere:
+            raise IncompatibleAdapter(
+                f"experts of '{place.module}' without '{name}'{about}",
+                expected="all parts of all experts of a layer, or none",
+                remedy="train it with gate_proj, up_proj and down_proj of every expert, or with none",
+            )
 
 
 def _shapes(place: ModulePlace, modules: ModelModules, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -174,29 +183,3 @@ def _shapes(place: ModulePlace, modules: ModelModules, rank: int) -> tuple[tuple
         of_a, of_b = (experts.count, 1) if place.part == "w2" else (1, experts.count)
         return (of_a, rank, inputs), (of_b, outputs, rank)
     return (rank * place.stacked, inputs), (outputs, rank * place.stacked)
-
-
-def _check_whole(
-    names: Collection[str],
-    modules: ModelModules,
-    found: Mapping[str, set[bool]],
-    elsewhere: Collection[str],
-    about: str,
-) -> None:
-    """Refuse a part of a layer's experts: vLLM takes all parts of all experts, or none, in a single format."""
-    for name, place in paced(modules.places.items()):
-        if place.kind is not ModuleKind.EXPERTS or place.module not in found:
-            continue
-        of_formats = found[place.module]
-        if len(of_formats) > 1:
-            raise IncompatibleAdapter(
-                f"experts of '{place.module}' both one by one and stacked{about}",
-                expected="one format",
-                remedy="save them in one format",
-            )
-        if (place.stacked > 1) in of_formats and name not in names and name not in elsewhere:
-            raise IncompatibleAdapter(
-                f"experts of '{place.module}' without '{name}'{about}",
-                expected="all parts of all experts of a layer, or none",
-                remedy="train it with gate_proj, up_proj and down_proj of every expert, or with none",
-            )

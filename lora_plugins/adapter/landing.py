@@ -154,7 +154,7 @@ def check_pairs(
             )
         matched[key] = pair
     _check_copies(matched, modules)
-    check_experts(matched, modules, elsewhere=elsewhere, about=about)
+    check_experts(matched, modules, elsewhere, about)
     # A stage of a pipeline does not know other stages' modules, but knows which of its own are computed otherwise.
     lost = [name for name in unmatched if is_whole_model or modules.why_unadapted(name) in _COMPUTED_OTHERWISE]
     if matched and not lost:
