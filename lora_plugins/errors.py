@@ -208,10 +208,7 @@ KINDS: Mapping[type[LoRAPluginsError], ErrorKind] = {
     SlowBody: ErrorKind.REFUSAL,
     RateExceeded: ErrorKind.REFUSAL,
 }
-_BY_NAME: Mapping[str, type[LoRAPluginsError]] = {
-    "LoRAPluginsError": LoRAPluginsError,
-    **{kind.__name__: kind for kind in KINDS},
-}
+_BY_NAME = {"LoRAPluginsError": LoRAPluginsError} | {kind.__name__: kind for kind in KINDS}
 # For `isinstance`: errors about an adapter itself, true until the adapter changes.
 OfAdapter = tuple(error for error, kind in KINDS.items() if kind in (ErrorKind.VERDICT, ErrorKind.ABSENCE))
 
