@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from typing import Any
 
+from lora_plugins.lifecycle.background_tasks import background
 from lora_plugins.lifecycle.follower import Follower
 from lora_plugins.lifecycle.pushing import Pushes
 from lora_plugins.lifecycle.reconciler import Reconciler
@@ -28,9 +28,6 @@ class AdminPlugin:
 
     name = ADMIN
     required_tasks = None
-
-    def __init__(self) -> None:
-        self._tasks: list[asyncio.Task[None]] = []
 
     def attach_router(self, app: Any) -> None:
         """Add the routes, for administrators, and enforce the access policy if there is a policy.
@@ -67,9 +64,9 @@ class AdminPlugin:
         served.prefers_living = settings.restore == "living"
         reconciler = state.lora_plugins_reconciler = Reconciler(lifecycle, settings, served, process.events)
         # Before the start, which may load for minutes: other replicas must see that this replica lives.
-        self._tasks.append(asyncio.create_task(served.keep()))
+        background(served.keep())
         await reconciler.start()
         process.role.say_ready()  # followers wait for the leader's start
-        self._tasks.append(asyncio.create_task(reconciler.follow()))
+        background(reconciler.follow())
         if settings.refresh_s:
-            self._tasks.append(asyncio.create_task(reconciler.poll()))
+            background(reconciler.poll())
