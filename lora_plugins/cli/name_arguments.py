@@ -95,12 +95,9 @@ def expand(asked: Iterable[AskedName], known: Callable[[], Iterable[str]], where
 
 
 def _names_in(file: Path) -> list[AskedName]:
-    found = []
-    for row in map(str.strip, lines_of(file, "--file")):
-        if not row.startswith("#"):
-            match = _WITH_URI.fullmatch(row)
-            found.append(AskedName(match[1], match[2]) if match else AskedName(row))
-    return found
+    rows = [row.strip() for row in lines_of(file, "--file") if not row.lstrip().startswith("#")]
+    matches = [(row, _WITH_URI.fullmatch(row)) for row in rows]
+    return [AskedName(match[1], match[2]) if match else AskedName(row) for row, match in matches]
 
 
 def lines_of(file: Path, option: str) -> list[str]:
