@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from cachetools import LRUCache
@@ -35,14 +34,6 @@ _REMEMBERED = 10_000
 QUARANTINE_S = 300.0
 
 
-@dataclass
-class _InARow:
-    """Answers of one version with NaN, without a finite answer between them, and when the last answer ended."""
-
-    count: int = 0
-    last_at: float = 0.0
-
-
 class FiniteAnswers:
     """The versions of one engine that answered with NaN lately.
 
@@ -54,7 +45,8 @@ class FiniteAnswers:
     def __init__(self, adapters: Mapping[str, Adapter], *, rows_are_requests: bool) -> None:
         self._adapters = adapters
         self._rows_are_requests = rows_are_requests
-        self._with_nan: LRUCache[str | tuple[str, int], _InARow] = LRUCache(_REMEMBERED)  # by `_version`
+        # By `_version`: answers with NaN, without a finite answer between them, and when the last answer ended.
+        self._with_nan: LRUCache[str | tuple[str, int], tuple[int, float]] = LRUCache(_REMEMBERED)
 
     def without_numbers(self, requests: Mapping[str, Any], computed: Any) -> list[Any]:
         """The unfinished requests of adapters with NaN in a `ModelRunnerOutput`; each counts against its version."""
@@ -76,8 +68,8 @@ class FiniteAnswers:
         """Count an answer with NaN against its version, unless the client's own numbers may be the cause."""
         adapter = self._adapters.get(request.request_id)
         if adapter is not None and not _brings_numbers(request):
-            in_a_row = self._with_nan.setdefault(_version(adapter), _InARow())
-            in_a_row.count, in_a_row.last_at = in_a_row.count + 1, time.monotonic()
+            version = _version(adapter)
+            self._with_nan[version] = self._with_nan.get(version, (0, 0.0))[0] + 1, time.monotonic()
 
     def is_whole(self, request_id: str) -> None:
         """Forget earlier NaN of the version that has answered a request whole.
@@ -92,14 +84,12 @@ class FiniteAnswers:
 
         After `QUARANTINE_S` the version answers again, until the next NaN.
         """
-        in_a_row = self._with_nan.get(_version(adapter))
-        if in_a_row is None or in_a_row.count < _MOST_IN_A_ROW:
-            return None
+        in_a_row, last_at = self._with_nan.get(_version(adapter), (0, 0.0))
         # The count stays after the quarantine, so that the next NaN begins another quarantine at once.
-        left_s = in_a_row.last_at + QUARANTINE_S - time.monotonic()
-        if left_s <= 0:
+        left_s = last_at + QUARANTINE_S - time.monotonic()
+        if in_a_row < _MOST_IN_A_ROW or left_s <= 0:
             return None
-        return no_numbers(adapter.spec.name, f"{in_a_row.count} answers in a row", f", or ask again in {left_s:.0f} s")
+        return no_numbers(adapter.spec.name, f"{in_a_row} answers in a row", f", or ask again in {left_s:.0f} s")
 
 
 def _brings_numbers(request: Any) -> bool:
