@@ -47,25 +47,17 @@ def _register_sources(plugin: str) -> None:
 register_other_sources = partial(_register_sources, OTHERS)
 
 
-def register_lru_manager() -> None:
-    """Entry point `lora_lru_manager`: the scheduler plans which adapters are loaded and run, workers follow the plan.
+def _register(plugin: str, install: Callable[[Process], None]) -> None:
+    """Entry points `lora_lru_manager` and `lora_kernels`.
 
-    Raises:
-        InvalidSettings: a `LORA_PLUGINS_*` variable cannot be right.
-    """
-    if named_in_environment(MANAGER):
-        installation.install_manager(_checked_process())
-        ray_environment.patch()
-
-
-def register_kernels() -> None:
-    """Entry point `lora_kernels`: compute adapters with our kernels, chosen by `LORA_PLUGINS_KERNELS`.
+    With the first the scheduler plans which adapters are loaded and run, and workers follow the plan. The second
+    computes adapters with our kernels, chosen by `LORA_PLUGINS_KERNELS`.
 
     Raises:
         InvalidSettings: the kernels asked for cannot be had here, or a `LORA_PLUGINS_*` variable cannot be right.
     """
-    if named_in_environment(KERNELS):
-        installation.install_kernels(_checked_process())
+    if named_in_environment(plugin):
+        install(_checked_process())
         ray_environment.patch()
 
 
@@ -110,14 +102,14 @@ def register_everything() -> None:
 
 _REGISTER: Mapping[str, Callable[[], None]] = {
     **{plugin: partial(_register_sources, plugin) for plugin in RESOLVERS},
-    MANAGER: register_lru_manager,
-    KERNELS: register_kernels,
+    MANAGER: partial(_register, MANAGER, installation.install_manager),
+    KERNELS: partial(_register, KERNELS, installation.install_kernels),
     ADMIN: register_admin,
 }
 
 
 def __getattr__(name: str) -> Callable[[], None]:
-    """Return the entry point of a kind of source: `register_s3_resolver` of the plugin `lora_s3_resolver`."""
+    """Return the entry point of a plugin: `register_s3_resolver` of the plugin `lora_s3_resolver`."""
     plugin = name.replace("register_", "lora_", 1)
     if plugin not in _REGISTER:
         raise AttributeError(name)
