@@ -15,7 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, REGISTRY, CollectorRegistry, 
 
 from lora_plugins.observability.adapter_labels import keep_latest
 from lora_plugins.observability.event_metrics import CountEvents
-from lora_plugins.observability.scrape import Asgi, MetricsCollector, RefreshBeforeScrape, Reports, StoreUsage
+from lora_plugins.observability.scrape import MetricsCollector, RefreshBeforeScrape, Reports, StoreUsage
 from lora_plugins.process import Process
 from lora_plugins.vllm_patches.api_server.async_llm import is_planned, planner_of
 
@@ -55,7 +55,7 @@ def serve_metrics(app: Any, process: Process) -> None:
             REGISTRY.register(collector)
     if is_shared:
         shown.register(collector)
-        app.add_middleware(RefreshBeforeScrape, refresh=collector.refresh, answer=_answer_from(shown))
+        app.add_middleware(RefreshBeforeScrape, refresh=collector.refresh, answer=functools.partial(_answer, shown))
         return
 
     async def refresh(client: Any) -> None:
@@ -73,15 +73,12 @@ def _is_of_vllm(name: str) -> bool:
     return name in REGISTRY._names_to_collectors  # noqa: SLF001 - vLLM reads its other half, `_collector_to_names`
 
 
-def _answer_from(registry: CollectorRegistry) -> Asgi:
+async def _answer(registry: CollectorRegistry, scope: Any, receive: Any, send: Any) -> None:
     """Answer `/metrics` as vLLM does, from `registry`: vLLM makes a new registry at each scrape."""
     from starlette.responses import Response
 
-    async def answer(scope: Any, receive: Any, send: Any) -> None:
-        text = await asyncio.to_thread(generate_latest, registry)
-        await Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})(scope, receive, send)
-
-    return answer
+    text = await asyncio.to_thread(generate_latest, registry)
+    await Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})(scope, receive, send)
 
 
 async def _query_engines(client: Any) -> Reports | None:

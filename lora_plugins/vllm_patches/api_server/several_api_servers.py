@@ -15,7 +15,6 @@ import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,15 +80,15 @@ def _run_multi_api_server(original: Any, args: Any, *, settings: Settings) -> An
     with tempfile.TemporaryDirectory(prefix="lora-plugins-", dir=_above()) as folder:
         setattr(args, FOLDER, Path(folder))
         cli.envs = _WithoutUpdating(envs)
-        cli.wait_for_completion_or_failure = _going_on(wait, Path(folder))
+        cli.wait_for_completion_or_failure = functools.partial(_going_on, wait, folder=Path(folder))
         try:
             return original(args)
         finally:
             cli.envs, cli.wait_for_completion_or_failure = envs, wait
 
 
-def _going_on(original: Callable[..., None], folder: Path) -> Callable[..., None]:
-    """Return vLLM's `wait_for_completion_or_failure` for API servers that find each other in this folder.
+def _going_on(original: Any, api_server_manager: Any, *args: Any, folder: Path, **kwargs: Any) -> None:
+    """Wait as vLLM's `wait_for_completion_or_failure` does, for API servers that find each other in this folder.
 
     After its start, an API server other than the first counts as ended with exit code 0, and the first as ended with 1.
     Read in 0.30 to 0.33, run in 0.32: vLLM reads only `processes` of the manager, in the order of the API servers'
@@ -103,11 +102,7 @@ def _going_on(original: Callable[..., None], folder: Path) -> Callable[..., None
         that ended with 0 left the others without names.
     Until: vLLM goes on without a dead API server, or starts another in its place.
     """
-
-    def wait_for_completion_or_failure(api_server_manager: Any, *args: Any, **kwargs: Any) -> None:
-        original(_Servers(api_server_manager, folder), *args, **kwargs)
-
-    return wait_for_completion_or_failure
+    original(_Servers(api_server_manager, folder), *args, **kwargs)
 
 
 class _Servers(Over):
