@@ -46,26 +46,22 @@ def install_manager(process: Process) -> None:
     from lora_plugins.worker.slot_copy import patch_set_lora
     from lora_plugins.worker.weights_file import patch_safetensors
 
-    in_order = (
-        # Layers and requests first: later patches make and compare layers and requests.
-        adapter_rows.patch,
-        patch_set_lora,  # the classes, before there are layers: lora_kernels wraps each layer
-        patch_safetensors,
-        punica_wrapper.patch_hash,
-        lora_request.distinguish_versions,
-        # Then from the workers up to the API server: each wrapper calls the wrapper before.
-        model_runner.patch,
-        worker_base.patch,
-        scheduler.patch,
-        engine_core.patch,  # calls the scheduler's planner and the workers' `lora_plugins_step`
-        pausing.patch,
-        async_llm.patch,  # calls the engine core's utilities
-        llm_engine.patch,
-        output_processor.patch_requests,
-        _patch_api_server,
-    )
-    for patch in in_order:
-        patch()
+    # Layers and requests first: later patches make and compare layers and requests.
+    adapter_rows.patch()
+    patch_set_lora()  # the classes, before there are layers: lora_kernels wraps each layer
+    patch_safetensors()
+    punica_wrapper.patch_hash()
+    lora_request.distinguish_versions()
+    # Then from the workers up to the API server: each wrapper calls the wrapper before.
+    model_runner.patch()
+    worker_base.patch()
+    scheduler.patch()
+    engine_core.patch()  # calls the scheduler's planner and the workers' `lora_plugins_step`
+    pausing.patch()
+    async_llm.patch()  # calls the engine core's utilities
+    llm_engine.patch()
+    output_processor.patch_requests()
+    _patch_api_server()
     process.is_manager_patched = process.log.waits_for_load = True
 
 
