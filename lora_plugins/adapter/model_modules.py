@@ -156,8 +156,7 @@ class ModelModules:
 
     def place(self, name: str) -> ModulePlace | None:
         """Return the place of weights of this name; None where the model has no such module."""
-        key = self.key(name)
-        return None if key is None else self.places[key]
+        return self.places.get(self.key(name) or "")
 
     def why_unadapted(self, name: str) -> Unadapted | None:
         """Return why weights of this name land nowhere; None where the model has no such module."""

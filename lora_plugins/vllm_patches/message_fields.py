@@ -43,8 +43,7 @@ def attach_commands(output: Any, commands: Iterable[Command]) -> None:
 
 def commands_of(output: Any) -> tuple[Command, ...]:
     """Return the commands on a `SchedulerOutput`; none on an output of vLLM's own making, such as an empty output."""
-    commands: tuple[Command, ...] = getattr(output, "lora_commands", ())
-    return commands
+    return tuple(getattr(output, "lora_commands", ()))
 
 
 def attach_reports(output: Any, reports: Iterable[Report]) -> None:
@@ -54,8 +53,7 @@ def attach_reports(output: Any, reports: Iterable[Report]) -> None:
 
 def reports_of(output: Any) -> tuple[Report, ...]:
     """Return the reports on a `ModelRunnerOutput`; none on an output of vLLM's own making."""
-    reports: tuple[Report, ...] = getattr(output, "lora_reports", ())
-    return reports
+    return tuple(getattr(output, "lora_reports", ()))
 
 
 def last_output(request: Any, error: LoRAPluginsError | None) -> Any:
