@@ -65,5 +65,4 @@ def _numbers(path: Path, tensor: TensorInfo) -> Iterator[Any]:
     with path.open("rb") as file:  # not mapped: a disk that fails below a mapped file ends the server
         file.seek(tensor.begin)
         for left in range(math.prod(tensor.shape), 0, -_NUMBERS):
-            bits = np.fromfile(file, f"<u{DTYPE_BYTES[tensor.dtype]}", min(left, _NUMBERS))
-            yield floats_of(bits, tensor.dtype)
+            yield floats_of(np.fromfile(file, f"<u{DTYPE_BYTES[tensor.dtype]}", min(left, _NUMBERS)), tensor.dtype)

@@ -86,8 +86,7 @@ def read_header(file: BinaryIO, file_bytes: int | None) -> tuple[TensorInfo, ...
     if len(data) != header_bytes:
         raise _broken(f"{len(data)} of {header_bytes} header bytes", "the whole header")
     start = LENGTH_BYTES + header_bytes
-    members = paced(_members(data))
-    tensors = [_tensor(name, entry, start) for name, entry in members if name != _METADATA]
+    tensors = [_tensor(name, entry, start) for name, entry in paced(_members(data)) if name != _METADATA]
     if not tensors:
         raise InvalidAdapter("no tensors", expected="at least one pair of lora_A and lora_B", remedy=NOT_GATHERED)
     tensors.sort(key=attrgetter("begin"))

@@ -59,8 +59,7 @@ def settings(context: Context) -> Iterator[Step]:
     """Report every wrong variable of ours, and every variable almost of ours."""
     yield from misspelt_variables(context.env)
     for name, error in context.wrong.items():
-        found = problem_of(error)
-        yield problem(f"{error.found}: startup fails", error.remedy) if is_unknown(name) else found
+        yield problem(f"{error.found}: startup fails", error.remedy) if is_unknown(name) else problem_of(error)
     if not context.wrong:
         kept = sorted(name for name in context.env if name in _KEPT or name.startswith(_OF_LIBRARIES))
         yield ok(", ".join(kept) or "none is set: all at their defaults")

@@ -83,8 +83,7 @@ def run(arguments: Sequence[str]) -> int:
 def _run(arguments: Sequence[str]) -> int:
     command = typer.main.get_command(app)
     if not arguments and _COMPLETION not in environment():
-        context = command.make_context("lora-plugins", [], resilient_parsing=True)
-        sys.stderr.write(context.get_help() + "\n")
+        sys.stderr.write(command.make_context("lora-plugins", [], resilient_parsing=True).get_help() + "\n")
         return Exit.USAGE
     try:
         # Not standalone: Typer would end the process with exit codes of its own.

@@ -84,8 +84,7 @@ class _NamesFile:
             status = self._path.stat()
             version = (status.st_mtime_ns, status.st_size, status.st_ino)
             if version != self._version:
-                lines = self._path.read_text(encoding="utf-8").splitlines()
-                names = (line.strip() for line in lines)
+                names = (line.strip() for line in self._path.read_text(encoding="utf-8").splitlines())
                 self._names = frozenset(name for name in names if name and not name.startswith("#"))
                 self._version = version
             self._fails = False

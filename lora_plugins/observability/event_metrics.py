@@ -143,11 +143,9 @@ class CountEvents:
             for (name, *labels), text in _COUNTERS.items()
         }
         for (name, *labels), (text, buckets) in _HISTOGRAMS.items():
-            histogram = Histogram(f"lora_plugins_{name}", text, labels, registry=registry, buckets=buckets)
-            self.metrics[name] = histogram
+            self.metrics[name] = Histogram(f"lora_plugins_{name}", text, labels, registry=registry, buckets=buckets)
         for (name, *labels), (text, mode) in _GAUGES.items():
-            gauge = Gauge(f"lora_plugins_{name}", text, labels, registry=registry, multiprocess_mode=mode)
-            self.metrics[name] = gauge
+            self.metrics[name] = Gauge(f"lora_plugins_{name}", text, labels, registry=registry, multiprocess_mode=mode)
 
     def __call__(self, event: events.Event) -> None:
         counts = _COUNTS.get(type(event), lambda _: ())

@@ -200,6 +200,5 @@ def _reasons(event: AdapterUnknown) -> str:
 
 def _shortened(text: str, characters: int) -> str:
     """Return the text with a limited length, and with every character escaped that could forge a line."""
-    cut = text[:characters]
-    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:characters])
     return shown if len(text) <= characters else f"{shown}… ({len(text)} characters)"

@@ -120,8 +120,7 @@ async def end_with_engine(client: weakref.ref[Any], process: Process) -> None:
 
 def describe_base(models: Any, settings: Settings) -> BaseModel:
     """Read the served base model from vLLM's `OpenAIServingModels`; only the engine knows the modules."""
-    client = models.engine_client
-    lora_config = getattr(getattr(client, "vllm_config", None), "lora_config", None)
+    lora_config = getattr(getattr(models.engine_client, "vllm_config", None), "lora_config", None)
     return BaseModel(
         path=models.model_config.model,
         served_names=tuple(path.name for path in models.base_model_paths),

@@ -81,8 +81,7 @@ def _move(self: Any, engine_id: int) -> None:
 @utility
 def _pin(self: Any, spec: AdapterSpec) -> Future[Outcome] | Outcome:
     """Keep an adapter in host memory and in a slot."""
-    planner = self.scheduler.planner
-    return answer_of(self, planner.pin(self.scheduler.specs.complete(spec), time.monotonic()))
+    return answer_of(self, self.scheduler.planner.pin(self.scheduler.specs.complete(spec), time.monotonic()))
 
 
 @utility

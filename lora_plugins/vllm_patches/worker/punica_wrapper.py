@@ -140,6 +140,5 @@ def base_rows_get_an_adapter() -> bool:
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.platforms import current_platform
 
-    is_original = not hasattr(type(current_platform), _OURS)
-    is_on_cpu = is_original and bool(current_platform.is_cpu())
-    return is_on_cpu and dispatch.base_rows_get_an_adapter(inspect.getsource(lora_ops))
+    is_vllms_on_cpu = not hasattr(type(current_platform), _OURS) and bool(current_platform.is_cpu())
+    return is_vllms_on_cpu and dispatch.base_rows_get_an_adapter(inspect.getsource(lora_ops))

@@ -33,8 +33,6 @@ EMPTY_STEP_WAIT_S = 0.005
 # Beside other data-parallel ranks a dummy batch follows, and all ranks wait for the slowest.
 EMPTY_STEP_OF_RANKS_WAIT_S = 0.0005
 
-_Unconfirmed = Callable[[], list[Report]] | None  # of `Jobs.take_unconfirmed`
-
 
 def patch() -> None:
     """Have every worker of this process carry out commands."""
@@ -100,7 +98,7 @@ def _sample_tokens(self: Any, grammar_output: Any) -> Any:
     return _with_reports(output, manager.reports(), manager.jobs.take_unconfirmed())
 
 
-def _with_reports(output: Any, reports: list[Report], unconfirmed: _Unconfirmed = None) -> Any:
+def _with_reports(output: Any, reports: list[Report], unconfirmed: Callable[[], list[Report]] | None = None) -> Any:
     if not reports and unconfirmed is None:
         return output
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -151,5 +149,4 @@ def _rewrite_slots(self: Any) -> None:
 
 
 def _metrics(self: Any) -> dict[str, Any]:
-    metrics: dict[str, Any] = manager_of(self).lora_metrics()
-    return metrics
+    return dict(manager_of(self).lora_metrics())
