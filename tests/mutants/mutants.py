@@ -406,8 +406,8 @@ MUTANTS = (
     Mutant(
         "observability: a name forges a line of the log",
         "lora_plugins/observability/logs.py",
-        '    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in cut)\n',
-        "    shown = cut\n",
+        '    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:characters])\n',
+        "    shown = text[:characters]\n",
         ("tests/observability/test_unknown_names.py",),
     ),
     Mutant(
