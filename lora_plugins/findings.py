@@ -10,7 +10,6 @@ import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import NamedTuple
 
 from lora_plugins.adapter.config import CONFIG_FILE
@@ -114,8 +113,10 @@ def at_start(settings: Settings, env: Mapping[str, str], *, base_rows_get_an_ada
     With `base_rows_get_an_adapter`, vLLM's own kernels run on the CPU and compute base-model rows with an adapter.
     """
     root = settings.filesystem_root
-    if root is not None and named_in_environment(FILESYSTEM, env):
-        yield from root_as_adapter(root)
+    if root is not None and named_in_environment(FILESYSTEM, env) and os.path.isfile(root / CONFIG_FILE):
+        found = f"VLLM_LORA_RESOLVER_CACHE_DIR={root} is an adapter itself, and names are looked for below it"
+        remedy = f"set VLLM_LORA_RESOLVER_CACHE_DIR={root.parent} to serve it as '{root.name}'"
+        yield Step("filesystem", State.PROBLEM, found, remedy)
     yield from resolvers_not_asked(settings)
     if base_rows_get_an_adapter:
         yield Step(
@@ -125,14 +126,6 @@ def at_start(settings: Settings, env: Mapping[str, str], *, base_rows_get_an_ada
             "(vllm-project/vllm#48421)",
             f"name {KERNELS} in VLLM_PLUGINS, without LORA_PLUGINS_KERNELS=vllm, or upgrade vLLM",
         )
-
-
-def root_as_adapter(root: Path) -> Iterator[Step]:
-    """Yield a problem if the directory of adapters is an adapter itself, whose name no request can have."""
-    if os.path.isfile(root / CONFIG_FILE):
-        found = f"VLLM_LORA_RESOLVER_CACHE_DIR={root} is an adapter itself, and names are looked for below it"
-        remedy = f"set VLLM_LORA_RESOLVER_CACHE_DIR={root.parent} to serve it as '{root.name}'"
-        yield Step("filesystem", State.PROBLEM, found, remedy)
 
 
 def resolvers_not_asked(settings: Settings) -> Iterator[Step]:
