@@ -209,11 +209,6 @@ class Settings:
         values = {attribute: variable.value(env.get(variable.name)) for attribute, variable in _ATTRIBUTES.items()}
         return cls(**values, aws={name: value for name, value in env.items() if name.startswith("AWS_")})
 
-    @property
-    def refuse_unmatched(self) -> bool:
-        """Whether an adapter is refused if some of its modules do not match the model's."""
-        return self.unmatched == "refuse"
-
 
 _ATTRIBUTES: Mapping[str, Variable] = {
     attribute.name: attribute.metadata["variable"] for attribute in fields(Settings) if attribute.metadata

@@ -74,7 +74,7 @@ VALID: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "LORA_PLUGINS_LOAD_INPLACE": ("load_inplace", {"Inflight": "inflight", "": "finish"}),
     "LORA_PLUGINS_LIST": ("list_models", {"All": "all", "": "served"}),
-    "LORA_PLUGINS_UNMATCHED": ("refuse_unmatched", {"warn": False, "Refuse": True, "": True}),
+    "LORA_PLUGINS_UNMATCHED": ("unmatched", {"warn": "warn", "Refuse": "refuse", "": "refuse"}),
     "LORA_PLUGINS_PRELOAD": ("preload", {"sql, team/chat": ("sql", "team/chat")}),
     "LORA_PLUGINS_RESTORE": ("restore", {"yes": "1", "Living": "living"}),
     "LORA_PLUGINS_REPLICA": ("replica", {"lora-0": "lora-0", "": None}),

@@ -144,7 +144,8 @@ def fit_adapter(verified: VerifiedAdapter, base: BaseModel, settings: Settings, 
             planned = plan_conversion(verified.weights, verified.config, base.model)
             conversion = planned if planned.changes else None
         config, weights = (conversion or verified).config, (conversion or verified).weights
-        notes = check_base(config, weights, base, settings.base_match, refuse_unmatched=settings.refuse_unmatched)
+        refuses = settings.unmatched == "refuse"
+        notes = check_base(config, weights, base, settings.base_match, refuse_unmatched=refuses)
     copies = unlike_base(directory, verified.weights, base.path)
     warnings = (*warnings_of(verified.config, base, settings.base_match), *copies)
     return replace(verified, notes=(*notes, *verified.notes), conversion=conversion, warnings=warnings)

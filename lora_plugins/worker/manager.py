@@ -167,7 +167,7 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             manager._validate_moe_lora_format(model)  # noqa: SLF001 - as vLLM does when it registers an adapter
             notes = adapter_checks.check_described(
                 model, manager, self._modules,
-                is_whole_model=self._is_whole_model, refuse_unmatched=self._settings.refuse_unmatched,
+                is_whole_model=self._is_whole_model, refuse_unmatched=self._settings.unmatched == "refuse",
             )  # fmt: skip
             for note in notes:
                 logger.warning("Adapter '%s' is %s", spec.name, note)
