@@ -160,12 +160,9 @@ class ModelModules:
 
     def why_unadapted(self, name: str) -> Unadapted | None:
         """Return why weights of this name land nowhere; None where the model has no such module."""
-        for key in self._spellings(name):
-            # Of experts the model lists the module, and an adapter names parts.
-            for module in (key, key.partition(".experts.")[0] + ".experts"):
-                if module in self.unadapted:
-                    return self.unadapted[module]
-        return None
+        # Of experts the model lists the module, and an adapter names parts.
+        modules = (one for key in self._spellings(name) for one in (key, key.partition(".experts.")[0] + ".experts"))
+        return next((self.unadapted[module] for module in modules if module in self.unadapted), None)
 
     def _spellings(self, name: str) -> Iterator[str]:
         """Yield names in vLLM's order (`LoRAModelManager._get_lora_layer_weights`, vllm/lora/model_manager.py)."""
