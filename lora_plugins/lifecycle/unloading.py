@@ -92,16 +92,18 @@ async def ending_block(server: ApiServer, name: str, seen: str | None) -> AsyncI
         AdapterNotFound: the name was blocked meanwhile.
         SourceUnavailable: the block cannot be removed from the store.
     """
-    # Lift the block only after the load has succeeded, and only the block seen before the load: a block of
-    # meanwhile holds. Under the name's lock, or the poller would unload the name because of the block.
-    is_blocked = seen is not None and name in server.registry.blocked  # else another load has ended it meanwhile
-    if is_blocked and (before := server.registry.remove(name)) is not None:
+    blocks = server.registry.blocked
+    present = blocks.present(name)  # None too where another load has ended the block seen
+    if present not in (None, seen):
+        raise blocked(name)
+    if present is not None and (before := server.registry.remove(name)) is not None:
         # The block's own unload has not come yet, and the engines refuse what it retires.
         server.retire(before.engine_id, blocked(name))
         server.drain(before)
         background(server.end(before, blocked(name), server.drain_timeout_s))
     yield
-    blocks = server.registry.blocked
+    # Lift the block only after the load has succeeded, and only the block seen before the load: a block of
+    # meanwhile holds. Under the name's lock, or the poller would unload the name because of the block.
     with store_errors():
         has_ended = blocks.lift(name, None) if seen is None else await asyncio.to_thread(blocks.lift, name, seen)
     if not has_ended:
