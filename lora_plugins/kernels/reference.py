@@ -27,44 +27,6 @@ from lora_plugins.kernels.slot_ranks import SlotRanks, Vectors
 Ranks = SlotRanks | Sequence[Sequence[int]]  # of each slot, the true ranks of its slices
 
 
-def shrink(
-    x: Any, a: Sequence[Any], slot_of_row: Sequence[int], ranks: Ranks, scale: float = 1.0
-) -> list[list[Any | None]]:
-    """Return `scale * A x` for every row and slice: `[row][slice]`, a vector of the true rank; None for a base row."""
-    wide = _accumulator(x, *a)
-    return [
-        [
-            None if slot < 0 else scale * (a_i[slot, 0, : ranks[slot][i]].to(wide) @ x[row].to(wide))
-            for i, a_i in enumerate(a)
-        ]
-        for row, slot in enumerate(slot_of_row)
-    ]
-
-
-def expand(
-    y: Any,
-    shrunk: Sequence[Sequence[Any | None]],
-    b: Sequence[Any],
-    slot_of_row: Sequence[int],
-    ranks: Ranks,
-    output_slices: Sequence[int],
-    *,
-    offset_start: int = 0,
-    add_inputs: bool = True,
-) -> None:
-    """Add `B` times each shrunk vector to the slice's columns of `y`; without `add_inputs`, replace the columns."""
-    for row, slot in enumerate(slot_of_row):
-        offset = offset_start
-        for i, width in enumerate(output_slices):
-            vector = shrunk[row][i]
-            if slot >= 0 and vector is not None:
-                wide = _accumulator(vector, b[i])
-                delta = b[i][slot, 0, :width, : ranks[slot][i]].to(wide) @ vector.to(wide)
-                into = y[row, offset : offset + width]
-                into.copy_(into.to(wide) + delta if add_inputs else delta)
-            offset += width
-
-
 def lora_linear(
     y: Any,
     x: Any,
@@ -78,12 +40,22 @@ def lora_linear(
     add_inputs: bool = True,
     vectors: Mapping[int, Vectors] = MappingProxyType({}),
 ) -> None:
-    """Compute `y += scale * B A x`, then `y = g * y + c`, for every row with its slot's adapter."""
+    """Compute `y += scale * B A x`, then `y = g * y + c`, for every row with its slot's adapter.
+
+    Without `add_inputs`, `scale * B A x` replaces the slices' columns of `y`.
+    """
+    wide = _accumulator(x, *a, *b)
     # vLLM may show a layer fewer rows than the batch has, or pad `y` beyond the batch.
-    rows = min(len(slot_of_row), y.shape[0])
-    shrunk = shrink(x[:rows], a, slot_of_row[:rows], ranks, scale)
-    expand(y[:rows], shrunk, b, slot_of_row[:rows], ranks, output_slices, add_inputs=add_inputs)
-    for row, slot in enumerate(slot_of_row[:rows]):
+    for row, slot in enumerate(slot_of_row[: y.shape[0]]):
+        if slot < 0:
+            continue
+        first = 0
+        for a_i, b_i, rank, width in zip(a, b, ranks[slot], output_slices, strict=True):
+            shrunk = scale * (a_i[slot, 0, :rank].to(wide) @ x[row].to(wide))
+            delta = b_i[slot, 0, :width, :rank].to(wide) @ shrunk
+            into = y[row, first : first + width]
+            into.copy_(into.to(wide) + delta if add_inputs else delta)
+            first += width
         if (own := vectors.get(slot)) is not None:
             y[row] = own.g * y[row].to(_accumulator(y)) + own.c
 
