@@ -10,16 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-
-class _Pending(threading.local):
-    """Actions that `at_once` has deferred in this thread; None outside of `at_once`."""
-
-    actions: dict[Hashable, Callable[[], None]] | None = None
-
-
-_pending = _Pending()
+# Actions that `at_once` has deferred in this thread; None outside of `at_once`.
+_deferred: ContextVar[dict[Hashable, Callable[[], None]] | None] = ContextVar("deferred", default=None)
 
 
 @contextmanager
@@ -28,25 +23,26 @@ def at_once() -> Iterator[None]:
 
     A caller that writes a slot in all layers uses the block, so that all ranks reach the device together.
     """
-    if _pending.actions is not None:  # a nested block: the outermost block runs the actions
+    if _deferred.get() is not None:  # a nested block: the outermost block runs the actions
         yield
         return
-    _pending.actions = {}
+    actions: dict[Hashable, Callable[[], None]] = {}
+    _deferred.set(actions)
     try:
         yield
     finally:
         # Cleared before the actions run: an action that calls `after_writing` runs at once.
-        actions, _pending.actions = _pending.actions, None
+        _deferred.set(None)
         for action in actions.values():
             action()
 
 
 def after_writing(key: Hashable, action: Callable[[], None]) -> None:
     """Run `action` now, or at the end of `at_once` unless a later action of the same key replaces `action`."""
-    if _pending.actions is None:
+    if (actions := _deferred.get()) is None:
         action()
     else:
-        _pending.actions[key] = action
+        actions[key] = action
 
 
 class Vectors(NamedTuple):
