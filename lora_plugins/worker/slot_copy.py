@@ -18,12 +18,10 @@ from lora_plugins.kernels.layers import Divided, sides_of_slices
 _HELD = "_lora_plugins_slots"
 _PATCHED = "_lora_plugins_exact_slots"
 
-SetLora = Callable[[Any, int, Any, Any], None]
-ResetLora = Callable[[Any, int], None]
 Ranks = tuple[tuple[int, int], ...]  # rows of A and columns of B, for each slice
 
 
-def exact_set_lora(whole: SetLora) -> SetLora:
+def exact_set_lora(whole: Callable[..., None]) -> Callable[..., None]:
     """Return `set_lora(index, lora_a, lora_b)` of linear layers; `whole` is vLLM's, for weights of other shapes."""
 
     def set_lora(self: Any, index: int, lora_a: Any, lora_b: Any) -> None:
@@ -51,7 +49,7 @@ def exact_set_lora(whole: SetLora) -> SetLora:
     return set_lora
 
 
-def exact_reset_lora(whole: ResetLora) -> ResetLora:
+def exact_reset_lora(whole: Callable[..., None]) -> Callable[..., None]:
     """Return `reset_lora(index)` of linear layers: zeros the written ranks; `whole` is vLLM's, for an unknown slot."""
 
     def reset_lora(self: Any, index: int) -> None:

@@ -160,9 +160,6 @@ def _turned(panels: Panels, vectors: Vectors) -> Any:
     return slices
 
 
-Take = Callable[[tuple[int, ...]], Any]
-
-
 class Prepared:
     """The compiled product for the adapters of one batch: `prepared(y, x)` adds to `y` `[rows, out]` their outputs.
 
@@ -184,7 +181,7 @@ class Prepared:
         panels: Mapping[int, Panels],
         rows: Mapping[int, Any],
         scale: float,
-        take: Take,
+        take: Callable[[tuple[int, ...]], Any],
         vectors: Mapping[int, Vectors],
     ) -> None:
         groups = (Group * len(panels))()
