@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import platform
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +55,5 @@ def this_processor() -> Processor:
 
 def flags_in(cpuinfo: str) -> frozenset[str]:
     """Return the flags of the first processor in the text of /proc/cpuinfo: `flags` on x86, `Features` on ARM."""
-    for line in cpuinfo.splitlines():
-        name, _, values = line.partition(":")
-        if name.strip() in {"flags", "Features"}:
-            return frozenset(values.split())
-    return frozenset()
+    found = re.search(r"^(?:flags|Features)\s*:(.*)", cpuinfo, re.MULTILINE)
+    return frozenset(found[1].split() if found else ())
