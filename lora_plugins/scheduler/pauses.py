@@ -102,14 +102,14 @@ class Pauses:
         if pause.mode is PauseMode.WAIT:
             return parts
         for part in parts:
-            self._planner.refuse(part, None)
+            self._planner.state.refuse(part, None)
         return None
 
     def hold(self, name: str, request_id: str, request: Any, client: str = "") -> None:
         """Have a request that comes, perhaps as part of a client's, wait for the resume of its name, or end."""
         pause = self._pauses[name]
         if pause.mode is PauseMode.ABORT and client in pause.clients:
-            self._planner.refuse(request, None)
+            self._planner.state.refuse(request, None)
         else:
             self._held[request_id] = _PausedRequest(name, client, request)
 

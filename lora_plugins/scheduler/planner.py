@@ -455,10 +455,6 @@ class Planner:
             if isinstance(command, Evict):
                 resolve(self.state.evicting.pop(command.key, ()))
 
-    def refuse(self, request: Any, error: LoRAPluginsError | None) -> None:
-        """Have a request that waits for no adapter answered with an error, or without one as an aborted request."""
-        self.state.refuse(request, error)
-
     def take_refused(self) -> list[tuple[Any, LoRAPluginsError | None]]:
         """Return the requests that were refused since the last call, with the errors that answer them (`refused`)."""
         refused, self.state.refused = self.state.refused, []

@@ -248,7 +248,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     def _refuse(self, request: Any, error: LoRAPluginsError) -> None:
         self.planner.ended([request.request_id], time.monotonic())
-        self.planner.refuse(request, error)
+        self.planner.state.refuse(request, error)
 
     def _assign(self, request: Any, adapter: Adapter) -> None:
         asked_for = request.lora_request.lora_path
