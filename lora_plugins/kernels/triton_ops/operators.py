@@ -143,22 +143,22 @@ class Operators:
         """
         first = (a or b)[0]
         known = self._known.get(first.data_ptr())
+        # A linear layer calls with A and B, a fully sharded layer with one of the two: each call has a packed form of
+        # its own.
+        key = (len(a), b[0].data_ptr() if b else 0, *output_slices, offset)
+        if known is not None and (packed := known.packed.get(key)) is not None:
+            return packed, known
+        # A new module copies its table to the device: a captured copy would run again at each replay, from host memory
+        # that is gone.
+        if _capturing():
+            raise RuntimeError("a LoRA layer was first called while a CUDA graph was captured; it must have run before")
         if known is None:
-            # A new module copies its table to the device: a captured copy would run again at each replay, from host
-            # memory that is gone.
-            _refuse_while_capturing()
             largest = [part.shape[-2] for part in a] or [part.shape[-1] for part in b]
             slots, device = first.shape[0], first.device
             vectors = torch.empty(slots, 2, 0, dtype=torch.float32, device=device)
             known = _Known(constant_ranks(largest, slots, device), vectors, None, (*a, *b))
             self._known[first.data_ptr()] = known
-        # A linear layer calls with A and B, a fully sharded layer with one of the two: each call has a packed form of
-        # its own.
-        key = (len(a), b[0].data_ptr() if b else 0, *output_slices, offset)
-        packed = known.packed.get(key)
-        if packed is None:
-            _refuse_while_capturing()
-            packed = known.packed[key] = PackedModule(a, b, output_slices, offset)
+        packed = known.packed[key] = PackedModule(a, b, output_slices, offset)
         return packed, known
 
     def reserve(self, x: Any, a: Sequence[Any], b: Sequence[Any], output_slices: Sequence[int], offset: int) -> bool:
@@ -347,20 +347,8 @@ def _capturing() -> bool:
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
-def _refuse_while_capturing() -> None:
-    if _capturing():
-        raise RuntimeError("a LoRA layer was first called while a CUDA graph was captured; it must have run before")
-
-
-def _register() -> None:
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    for function in (lora_linear, lora_shrink, lora_expand):
-        name = function.__name__
-        library.define(name + torch.library.infer_schema(function, mutates_args=("y",)))
-        library.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *_args: None, lib=library)
-    _libraries.append(library)  # torch drops an operator together with its library
-
-
-_libraries: list[Any] = []
-_register()
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # torch drops an operator together with its library
+for _function in (lora_linear, lora_shrink, lora_expand):
+    _library.define(_function.__name__ + torch.library.infer_schema(_function, mutates_args=("y",)))
+    _library.impl(_function.__name__, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{_function.__name__}", lambda *_args: None, lib=_library)
