@@ -9,7 +9,7 @@ that are open; requests of closed groups stay where they are, and cost a step no
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -42,24 +42,18 @@ class QueueOrder:
         self._is_by_priority = is_by_priority
         self._last, self._first = count(1), count(-1, -1)
 
-    def at_end(self, request: Any, rank: int = 1) -> Order:
-        """Return the place of a request that comes."""
-        return self._by_priority(request, rank) if self._is_by_priority else (rank, 0, next(self._last), "")
-
-    def at_front(self, request: Any, rank: int = 1) -> Order:
-        """Return the place of a request that vLLM has preempted."""
-        return self._by_priority(request, rank) if self._is_by_priority else (rank, 0, next(self._first), "")
+    def of_request(self, request: Any, rank: int = 1, *, is_front: bool = False) -> Order:
+        """Return the place of a request that comes, or `is_front`: of a request that vLLM has preempted."""
+        if self._is_by_priority:  # as `Request.__lt__` in vllm/v1/request.py, 0.30 to 0.33
+            return rank, request.priority, request.arrival_time, request.request_id
+        return rank, 0, next(self._first if is_front else self._last), ""
 
     def of_call(self, now: float) -> Order:
         """Return the place of a call without a request."""
         return 1, 0, now if self._is_by_priority else next(self._last), ""
 
-    @staticmethod
-    def _by_priority(request: Any, rank: int) -> Order:
-        # As `Request.__lt__` in vllm/v1/request.py, 0.30 to 0.33.
-        return rank, request.priority, request.arrival_time, request.request_id
 
-
+@dataclass(eq=False, slots=True)
 class QueuePlaces:
     """What the queues of one scheduler share.
 
@@ -76,17 +70,13 @@ class QueuePlaces:
         is_exhausted: whether vLLM has found no further request that may run in this step.
     """
 
-    def __init__(
-        self,
-        enter: Callable[[Any, int, bool], tuple[Hashable, Order]],
-        group_of: Callable[[Any], Hashable],
-        open_groups: Collection[Hashable],
-    ) -> None:
-        self.enter, self.group_of, self.open_groups = enter, group_of, open_groups
-        self.popped: dict[str, Order] = {}
-        self.removed: list[Any] = []
-        self.reached: Order | None = None
-        self.is_exhausted = False
+    enter: Callable[[Any, int, bool], tuple[Hashable, Order]]
+    group_of: Callable[[Any], Hashable]
+    open_groups: Collection[Hashable]
+    popped: dict[str, Order] = field(default_factory=dict)
+    removed: list[Any] = field(default_factory=list)
+    reached: Order | None = None
+    is_exhausted: bool = False
 
     def begin_step(self) -> None:
         """Forget the step before: vLLM schedules from here on."""

@@ -280,7 +280,7 @@ class SimulatedEngine:
         """As vLLM does where blocks are short: the request waits at the front of the queue."""
         self.held[request.id] = self.running.pop(request.id)
         request.began_at = None
-        order = self.planner.state.queue_order.at_front(request)
+        order = self.planner.state.queue_order.of_request(request, is_front=True)
         self.planner.waits_again(request.id, request, (order[0], request.priority, *order[2:]), self.now)
         self.check_state()
 

@@ -177,7 +177,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         from vllm.v1.request import RequestStatus
 
         state, name = self.planner.state, request.request_id
-        order = (state.queue_order.at_front if is_front else state.queue_order.at_end)(request, rank)
+        order = state.queue_order.of_request(request, rank, is_front=is_front)
         if request.lora_request is None:
             return None, order
         if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:

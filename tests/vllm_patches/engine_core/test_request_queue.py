@@ -41,7 +41,7 @@ class Bed:
         order = QueueOrder(is_by_priority=self.policy is SchedulingPolicy.PRIORITY)
 
         def enter(request: Waiting, rank: int, is_front: bool) -> tuple[Any, Order]:
-            return request.group, (order.at_front if is_front else order.at_end)(request, rank)
+            return request.group, order.of_request(request, rank, is_front=is_front)
 
         self.places = QueuePlaces(enter, lambda request: request.group, self.open_groups)
         self.ours, self.vllms = AdapterQueue(self.places, 1), create_request_queue(self.policy)
