@@ -61,16 +61,17 @@ def installed(tmp_path, monkeypatch):
     return file
 
 
-def find(file: Path, processor: Processor | None = None) -> Path | None:
-    return prebuilt.find("float32", processor or (this_processor() if HERE else V3), file.parent)
+def find(processor: Processor | None = None) -> Path | None:
+    return prebuilt.find("float32", processor or (this_processor() if HERE else V3))
 
 
 def test_an_object_as_it_was_built_is_found(installed):
-    assert find(installed) == installed
+    assert find() == installed
 
 
-def test_without_a_folder_of_objects_none_is_found(tmp_path):
-    assert prebuilt.find("float32", V3, tmp_path / "missing") is None
+def test_without_a_folder_of_objects_none_is_found(tmp_path, monkeypatch):
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "missing")
+    assert prebuilt.find("float32", V3) is None
 
 
 def test_every_c_file_is_in_the_digest_of_the_source():
@@ -117,13 +118,13 @@ CHANGES = {
 def test_what_is_not_as_built_is_never_loaded(installed, how, says):
     change(installed, how)
     with pytest.raises(prebuilt.Unusable) as caught:
-        find(installed)
+        find()
     assert says in str(caught.value)
 
 
 def test_a_processor_without_a_level_is_named(installed):
     with pytest.raises(prebuilt.Unusable, match=r"this processor \(ppc64le\) has none of the levels x86-64-v4-amx, "):
-        find(installed, Processor("ppc64le"))
+        find(Processor("ppc64le"))
 
 
 @pytest.fixture

@@ -29,7 +29,6 @@ _TUNING = ("-mtune=generic",) if platform.machine() == "x86_64" else ()
 FLAGS = (*ANY_PROCESSOR, "-march=native", *_TUNING)
 # Seconds of a compiler run; a slow machine with a stalled disk must not hold up the start for ever.
 TIMEOUT_S = 60
-_EMPTY_FILE = ("-x", "c", "/dev/null")
 
 
 class CannotCompile(Exception):
@@ -47,7 +46,7 @@ def problem() -> str | None:
     found, why_not = _of_wheel("float32")
     try:
         if found is None:
-            _compiled(*_EMPTY_FILE)
+            _compiled("-x", "c", "/dev/null")
     except CannotCompile as error:
         return f"{error}, and {why_not}" if why_not else str(error)
     return None

@@ -74,23 +74,22 @@ def level(dtype: str, processor: Processor) -> Level | None:
     return None
 
 
-def find(dtype: str, processor: Processor, folder: Path | None = None) -> Path | None:
+def find(dtype: str, processor: Processor) -> Path | None:
     """Return the unchanged object of this dtype for this processor; None where no objects were installed.
 
     Raises:
         Unusable: objects were installed, and none can be used here.
     """
-    folder = folder or FOLDER
-    if not folder.is_dir():
+    if not FOLDER.is_dir():
         return None
     # The digests catch a damaged file before the file is mapped: a truncated library ends the process with SIGBUS.
     wanted = level(dtype, processor)
     if wanted is None:
         levels = ", ".join(level.name for level in LEVELS)
         raise Unusable(f"this processor ({processor.architecture}) has none of the levels {levels}")
-    file = folder / wanted.file_name(dtype)
+    file = FOLDER / wanted.file_name(dtype)
     try:
-        listed = json.loads((folder / LIST).read_bytes())
+        listed = json.loads((FOLDER / LIST).read_bytes())
         # The list names the digest of the source too: after an edit of a C file the objects are stale.
         made_of, digest = listed["source"], listed["objects"][file.name]
         found = digest_of(file)
