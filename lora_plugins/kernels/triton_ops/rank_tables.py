@@ -34,8 +34,11 @@ class DeviceRanks:
 
         Must not be called while a CUDA graph is captured.
         """
-        rows = len(ranks.largest) + 1
-        table, first = self._reserve(rows, slots, device)
+        rows, table = len(ranks.largest) + 1, self._table
+        if table is None or table.slots != slots or table.used + rows > table.slices:
+            table = self._table = _RankTable(slots, max(rows, _SLICES_AT_ONCE), device)
+        first = table.used
+        table.used += rows
 
         def numbers(slot: int) -> tuple[int, ...]:
             return (*ranks[slot], int(slot in ranks.vectors))
@@ -44,14 +47,6 @@ class DeviceRanks:
             table.note(slot, first, numbers(slot))
         ranks.listen(lambda slot: table.put(slot, first, numbers(slot)))
         return table.view(first, rows)
-
-    def _reserve(self, slices: int, slots: int, device: Any) -> tuple[_RankTable, int]:
-        table = self._table
-        if table is None or table.slots != slots or table.used + slices > table.slices:
-            table = self._table = _RankTable(slots, max(slices, _SLICES_AT_ONCE), device)
-        first = table.used
-        table.used += slices
-        return table, first
 
 
 def constant_ranks(largest: list[int], slots: int, device: Any) -> Any:
