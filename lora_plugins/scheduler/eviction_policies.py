@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Container, Generator, Hashable
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Container, Generator
+from typing import Any, Generic, Protocol
 
-from lora_plugins.scheduler.ranking import Ranking
-
-Key = TypeVar("Key", bound=Hashable)
+from lora_plugins.scheduler.ranking import Key, Ranking
 
 
 class EvictionPolicy(Protocol[Key]):

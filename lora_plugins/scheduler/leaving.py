@@ -51,8 +51,7 @@ def pass_room_on(state: PlannerState, now: float, without_room: list[Adapter], p
         look_at = max(state.made_room_at, without_room[0].waits_since) + share_s(state, patience_s)
         if look_at > now:
             return look_at
-    is_unused = _reserve(state, adapter, now)
-    return now if is_unused else _NEVER  # the next step has the room
+    return now if _reserve(state, adapter, now) else _NEVER  # the next step has the room
 
 
 def forget_expected(state: PlannerState, now: float) -> float:

@@ -12,8 +12,6 @@ from typing import Any
 
 from lora_plugins.adapter.model_modules import Unadapted
 
-_TURNED = ("q_proj", "k_proj")
-
 
 def unadapted(manager: Any) -> dict[str, Unadapted]:
     """Return why modules take no adapter in this engine, by module name; parts of fused modules have names too.
@@ -154,7 +152,7 @@ def computed_otherwise(manager: Any, places: Collection[str]) -> frozenset[str]:
     turned = {
         place
         for place in places
-        if place.endswith(_TURNED) and any(not name or place.startswith(f"{name}.") for name in holders)
+        if place.endswith(("q_proj", "k_proj")) and any(not name or place.startswith(f"{name}.") for name in holders)
     }
     layers = {name: getattr(module, "base_layer", None) for name, module in manager.modules.items()}
     return frozenset(turned | {name for name, layer in layers.items() if hasattr(layer, "embed_scale")})
