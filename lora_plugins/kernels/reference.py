@@ -24,8 +24,6 @@ import torch
 
 from lora_plugins.kernels.slot_ranks import SlotRanks, Vectors
 
-Ranks = SlotRanks | Sequence[Sequence[int]]  # of each slot, the true ranks of its slices
-
 
 def lora_linear(
     y: Any,
@@ -33,7 +31,7 @@ def lora_linear(
     a: Sequence[Any],
     b: Sequence[Any],
     slot_of_row: Sequence[int],
-    ranks: Ranks,
+    ranks: SlotRanks | Sequence[Sequence[int]],
     output_slices: Sequence[int],
     *,
     scale: float = 1.0,
