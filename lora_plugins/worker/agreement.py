@@ -101,13 +101,13 @@ class Agreement:
         """Return the result of all workers, given this worker's `report`; None while a worker has none."""
         if self.store is None:
             return report
-        published = [self._published(report.job, rank) for rank in range(self.world_size)]
+        keys = [self._key(report.job, rank) for rank in range(self.world_size)]
+        published = [pickle.loads(self.store.get(key)) for key in keys if self.store.check([key])]  # noqa: S301 - see publish
         # A single failure fails the job at once: the scheduler need not wait for slower workers.
         failed = next((one for one in (report, *published) if isinstance(one, Failed)), None)
         if failed is not None:
             return failed
-        done = [one for one in published if one is not None]
-        return merged(done) if len(done) == self.world_size else None
+        return merged(published) if len(published) == self.world_size else None
 
     def _end(self, job: int) -> bool:
         """Delete all published results of a job; return False while a worker has still to publish."""
@@ -119,13 +119,6 @@ class Agreement:
             for key in keys:
                 self.store.delete_key(key)
         return True
-
-    def _published(self, job: int, rank: int) -> Report | None:
-        key = self._key(job, rank)
-        if self.store is None or not self.store.check([key]):
-            return None
-        published: Report = pickle.loads(self.store.get(key))  # noqa: S301 - see publish
-        return published
 
     def _key(self, job: int, rank: int) -> str:
         return f"{self.prefix}/{job}/{rank}"
