@@ -77,9 +77,6 @@ class Plan:
     max_in: int = ANY
     max_out: int = ANY
 
-    def holds(self, rows: int, n_in: int, n_out: int) -> bool:
-        return rows <= self.max_rows and n_in <= self.max_in and n_out <= self.max_out
-
 
 @dataclass(frozen=True, slots=True)
 class Table:
@@ -97,7 +94,7 @@ class Table:
 
     def plan(self, rows: int, n_in: int, n_out: int) -> Plan:
         """Return the first plan that holds; the last plan has no limits, so a plan is always found."""
-        return next(plan for plan in self.plans if plan.holds(rows, n_in, n_out))
+        return next(it for it in self.plans if rows <= it.max_rows and n_in <= it.max_in and n_out <= it.max_out)
 
     def invariant(self) -> Table:
         """Return a table of one plan for every batch, so that a row's result does not depend on other rows."""

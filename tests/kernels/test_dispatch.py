@@ -134,7 +134,7 @@ def test_an_architecture_without_a_table_has_the_default(tmp_path: Path, monkeyp
 def test_packaged_tables_hold_what_kernels_can_be_compiled_with(path: Path) -> None:
     table = tuning.read_table(path)
     assert table.dense_min_rows is None or table.dense_min_rows > 0
-    assert table.plans[-1].holds(tuning.ANY, tuning.ANY, tuning.ANY), "the last one has no limits"
+    assert table.plan(tuning.ANY, tuning.ANY, tuning.ANY) is table.plans[-1], "the last one has no limits"
     for plan in table.plans:
         assert plan.chunk in tuning.CHUNK_SIZES
         assert plan.fused is None or plan.chunk == tuning.CHUNK_SIZES[0]
