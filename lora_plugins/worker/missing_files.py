@@ -86,30 +86,27 @@ class MissingFilesFetcher:
                 remedy="share the directory among the nodes, or name a resolver in VLLM_PLUGINS",
             )
         found = self._resolver.store.acquire_sound(digest, name)
-        if found is not None:
-            return self._note(name, found)
-        # `latest`, not the resolver's memory: the API server may have just taken up a new version.
-        resolved = self._runner.run(self._resolver.latest(name, uri, self._base_path))
-        if resolved is None:
-            raise AdapterNotFound(
-                "no such adapter at any source of this worker",
-                expected=f"the one with digest {digest[:12]}, which the API server has",
-                remedy="put it back, or give the workers the API server's settings",
-            )
-        if resolved.path.name != digest:
-            # `latest` has leased the wrong version: end the lease, or the store could never remove the version.
-            self._resolver.store.release(name, resolved.path)
-            raise SourceUnavailable(
-                f"another version at the source (digest {resolved.path.name[:12]})",
-                expected=f"digest {digest[:12]}, which the API server has",
-                remedy="ask again once the API server has seen the new version, or pin a revision",
-            )
-        return self._note(name, resolved.path)
-
-    def _note(self, name: str, path: Path) -> str:
+        if found is None:
+            # `latest`, not the resolver's memory: the API server may have just taken up a new version.
+            resolved = self._runner.run(self._resolver.latest(name, uri, self._base_path))
+            if resolved is None:
+                raise AdapterNotFound(
+                    "no such adapter at any source of this worker",
+                    expected=f"the one with digest {digest[:12]}, which the API server has",
+                    remedy="put it back, or give the workers the API server's settings",
+                )
+            found = resolved.path
+            if found.name != digest:
+                # `latest` has leased the wrong version: end the lease, or the store could never remove the version.
+                self._resolver.store.release(name, found)
+                raise SourceUnavailable(
+                    f"another version at the source (digest {found.name[:12]})",
+                    expected=f"digest {digest[:12]}, which the API server has",
+                    remedy="ask again once the API server has seen the new version, or pin a revision",
+                )
         with self._lock:
-            self._unread[name, str(path)] += 1
-        return str(path)
+            self._unread[name, str(found)] += 1
+        return str(found)
 
     def release(self, name: str, path: str) -> None:
         """End the lease of a path that `fetch` returned for a name, after reading; callable from any thread."""

@@ -329,8 +329,8 @@ MUTANTS = (
     Mutant(
         "worker: bytes of another digest are loaded",
         "lora_plugins/worker/missing_files.py",
-        "if resolved.path.name != digest:",
-        "if not resolved.path.name:",
+        "if found.name != digest:",
+        "if not found.name:",
         ("tests/worker/test_missing_files.py",),
     ),
     Mutant(
