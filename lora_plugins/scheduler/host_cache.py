@@ -62,10 +62,9 @@ class HostCache:
 
     def has_room_beside(self, sizes_bytes: Collection[int], staying: Collection[int]) -> bool:
         """Whether adapters of these sizes fit beside the keys `staying` alone."""
-        if len(staying) + len(sizes_bytes) > self.max_adapters:
-            return False
-        staying_bytes = sum(map(self.sizes_bytes.__getitem__, staying))
-        return self.max_bytes is None or staying_bytes + sum(sizes_bytes) <= self.max_bytes
+        size_bytes = sum(sizes_bytes) + sum(map(self.sizes_bytes.__getitem__, staying))
+        is_small = self.max_bytes is None or size_bytes <= self.max_bytes
+        return is_small and len(staying) + len(sizes_bytes) <= self.max_adapters
 
     def set_idle(self, key: int, *, is_idle: bool) -> None:
         """Note whether an adapter may be evicted at any time."""

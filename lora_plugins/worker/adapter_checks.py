@@ -72,8 +72,7 @@ def check_described(
         _check_rank(pair, place, manager.lora_config.max_lora_rank)
         if place.kind is ModuleKind.EXPERTS:
             _check_sharding(pair, place, manager.modules[place.module])
-    for name in {place.module for _, place in landed if place.kind is ModuleKind.EXPERTS}:
-        _check_padding(name, manager.modules[name])
+            _check_padding(place.module, manager.modules[place.module])
     return notes
 
 

@@ -62,8 +62,6 @@ def _leave_compute_cores() -> None:
     # vLLM's CPU worker binds itself to the cores of OpenMP (VLLM_CPU_OMP_THREADS_BIND); a new thread inherits the
     # binding, and would compete with the engine's compute threads.
     with contextlib.suppress(OSError, AttributeError):
-        compute = os.sched_getaffinity(os.getpid())
         others = os.sched_getaffinity(os.getppid()) | set(range(os.cpu_count() or 1))
-        free = others - compute
-        if free:
+        if free := others - os.sched_getaffinity(os.getpid()):
             os.sched_setaffinity(threading.get_native_id(), free)
