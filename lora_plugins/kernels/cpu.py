@@ -202,11 +202,11 @@ def turn(rows: Any, vectors: Vectors, y: Any, _: Any = None) -> None:
     y[rows] = (y[rows] * vectors.g + vectors.c).to(y.dtype)
 
 
-def add_expanded(y: Any, x: Any, b: Any, rows: Any, rank: int, columns: slice) -> None:
-    """Compute `y[rows, columns] += x[rows, :rank] B` for one slot's `b` `[out, max_rank]` and an index of rows."""
+def add_expanded(y: Any, x: Any, b: Any, rows: Any, rank: int, first: int, width: int) -> None:
+    """Add `x[rows, :rank] B` to `width` columns of `y[rows]` from `first` on, for one slot's `b` `[out, max_rank]`."""
     # `y` may have fewer columns than the slot has rows: vLLM pads a vocabulary in one of the two.
-    width = min(columns.stop - columns.start, b.shape[0])
-    columns = slice(columns.start, columns.start + width)
+    width = min(width, b.shape[0], y.shape[1] - first)
+    columns = slice(first, first + width)
     delta = torch.mm(x.index_select(0, rows)[:, :rank].to(y.dtype), b[:width, :rank].t().to(y.dtype))
     y[rows, columns] += delta
 

@@ -176,7 +176,7 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         for slot, rows in self._rows(y.shape[0]):
             rank = lora_b_stacked.shape[3] if ranks is None else ranks[slot][0]
             if rank:  # few adapters adapt an embedding
-                cpu.add_expanded(y, x, lora_b_stacked[slot, 0], rows, rank, slice(0, width))
+                cpu.add_expanded(y, x, lora_b_stacked[slot, 0], rows, rank, 0, width)
             if ranks is not None and (vectors := ranks.vectors.get(slot)) is not None:
                 cpu.turn(rows, vectors, y)
 
@@ -207,9 +207,8 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             # Rows of the base model keep their value even without `add_inputs`.
             self._adapted_rows_to_zero(y[:, offset_start:], sum(output_slices))
         for x_i, b_i, width in zip(x, lora_b_stacked, output_slices, strict=True):
-            columns = slice(offset_start, min(offset_start + width, y.shape[1]))
             for slot, rows in self._rows(y.shape[0]):
-                cpu.add_expanded(y, x_i, b_i[slot, 0], rows, b_i.shape[3], columns)
+                cpu.add_expanded(y, x_i, b_i[slot, 0], rows, b_i.shape[3], offset_start, width)
             offset_start += width
 
     def _plan(
