@@ -177,7 +177,8 @@ class Planner:
         self.state.settle(now)
         for adapter in list(takewhile(lambda it: before is None or it.order <= before, self.state.newly_held)):
             if adapter not in self.state.open_groups:
-                self.state.passed_over(adapter, now)
+                adapter.waits_since = now
+                self.state.newly_held.keep(adapter, is_in=False)
                 self._look_at = min(self._look_at, now + share_s(self.state, self._patience_s))
 
     def ended(self, request_ids: Iterable[str], now: float, *, expects_more: bool = False) -> None:

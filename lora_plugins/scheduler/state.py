@@ -315,11 +315,6 @@ class PlannerState:
         self.cache.used(adapter.key)
         self.touched[adapter] = None
 
-    def passed_over(self, adapter: Adapter, now: float) -> None:
-        """Note that vLLM passes over an adapter's first request, for want of the adapter."""
-        adapter.waits_since = now
-        self.newly_held.keep(adapter, is_in=False)
-
     def waits_again(self, adapter: Adapter, request_id: str, request: object, order: Order, now: float) -> None:
         """Note that a running request waits in vLLM's queue again, for the same weights."""
         run = adapter.running.pop(request_id)
