@@ -13,8 +13,7 @@ machine that only this server reaches, and would pass on headers that are meant 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Mapping
 from functools import cache, partial
 from http import HTTPStatus
 from importlib import import_module
@@ -29,7 +28,7 @@ from lora_plugins.adapter.chat import CHAT_FILES
 from lora_plugins.adapter.weight_files import INDEX_FILE, check_index_size, shards_of
 from lora_plugins.errors import InvalidSettings, SourceUnavailable
 from lora_plugins.plugin_names import how_to_install
-from lora_plugins.resolvers.sources.ranges import RangeReader
+from lora_plugins.resolvers.sources.ranges import RangeReader, Write
 from lora_plugins.resolvers.sources.remote_failures import (
     BrokenAnswer,
     FailureKind,
@@ -125,8 +124,41 @@ class FsspecFiles:
 
     async def reader(self, uri: str, checked: Iterable[SourceFile]) -> RangeReader:  # noqa: ARG002 - only S3 has any
         """A reader of the files below `uri`, without checksums."""
+        return RangeReader(partial(self._read_web if self._web else self._read_pieces, uri))
+
+    async def _read_pieces(self, uri: str, file: SourceFile, start: int, end: int, write: Write) -> None:
+        """Read a range by `cat_file`, with one piece in memory at a time.
+
+        A thread that hangs is left alone, and what it reads later is not written.
+        """
         filesystem = await self._open()
-        return _WebReader(filesystem, uri) if self._web else _PieceReader(filesystem, uri, self._ask)
+        path = _path(filesystem, f"{uri}/{file.name}")
+        for at in range(start, end, PIECE_BYTES):
+            upto = min(end, at + PIECE_BYTES)
+            async with asyncio.timeout(_PIECE_TIMEOUT_S if isinstance(filesystem, AsyncFileSystem) else None):
+                data = await self._ask("cat_file", path, start=at, end=upto)
+            if len(data) != upto - at:
+                raise BrokenAnswer("a piece of another length")
+            write(data)
+
+    async def _read_web(self, uri: str, file: SourceFile, start: int, end: int, write: Write) -> None:
+        """Stream a range over fsspec's own aiohttp session, with the session's headers and logins."""
+        import aiohttp
+
+        filesystem = await self._open()
+        options = dict(filesystem.kwargs)
+        headers = {**options.pop("headers", {}), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
+        if file.etag.startswith('"'):  # a strong ETag; `If-Match` never matches a weak one
+            headers["If-Match"] = file.etag
+        options.setdefault("timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=15))
+        session = await filesystem.set_session()
+        url = _path(filesystem, f"{uri}/{file.name}")
+        async with session.get(url, headers=headers, **options) as answer:
+            if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
+                raise HttpStatus(answer.status, "", retry_after(answer.headers.get("Retry-After")))
+            version = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
+            place, pieces = answer.headers.get("Content-Range"), answer.content.iter_chunked(BUFFER_BYTES)
+            await write_range(file, start, end, write, Answer(answer.status, version, place, pieces))
 
     async def _open(self) -> Any:
         async with self._opening:
@@ -212,7 +244,7 @@ class Answer(NamedTuple):
     pieces: AsyncIterator[bytes]
 
 
-async def write_range(file: SourceFile, start: int, end: int, write: Callable[[bytes], None], answer: Answer) -> None:
+async def write_range(file: SourceFile, start: int, end: int, write: Write, answer: Answer) -> None:
     """Hand an answer's body to `write`.
 
     Raises:
@@ -234,52 +266,6 @@ async def write_range(file: SourceFile, start: int, end: int, write: Callable[[b
         start += len(piece)
     if start != end:
         raise BrokenAnswer("a short body")
-
-
-@dataclass
-class _PieceReader(RangeReader):
-    """Reads ranges by `cat_file`, with one piece in memory at a time."""
-
-    filesystem: Any
-    uri: str
-    ask: Callable[..., Awaitable[Any]]
-
-    async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
-        """See `RangeReader`; a thread that hangs is left alone, and what it reads later is not written."""
-        path = _path(self.filesystem, f"{self.uri}/{file.name}")
-        for at in range(start, end, PIECE_BYTES):
-            upto = min(end, at + PIECE_BYTES)
-            async with asyncio.timeout(_PIECE_TIMEOUT_S if isinstance(self.filesystem, AsyncFileSystem) else None):
-                data = await self.ask("cat_file", path, start=at, end=upto)
-            if len(data) != upto - at:
-                raise BrokenAnswer("a piece of another length")
-            write(data)
-
-
-@dataclass
-class _WebReader(RangeReader):
-    """Streams ranges over fsspec's own aiohttp session, with the session's headers and logins."""
-
-    filesystem: Any
-    uri: str
-
-    async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
-        """See `RangeReader`."""
-        import aiohttp
-
-        options = dict(self.filesystem.kwargs)
-        headers = {**options.pop("headers", {}), "Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
-        if file.etag.startswith('"'):  # a strong ETag; `If-Match` never matches a weak one
-            headers["If-Match"] = file.etag
-        options.setdefault("timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=15))
-        session = await self.filesystem.set_session()
-        url = _path(self.filesystem, f"{self.uri}/{file.name}")
-        async with session.get(url, headers=headers, **options) as answer:
-            if answer.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
-                raise HttpStatus(answer.status, "", retry_after(answer.headers.get("Retry-After")))
-            version = answer.headers.get("ETag") or answer.headers.get("Last-Modified")
-            place, pieces = answer.headers.get("Content-Range"), answer.content.iter_chunked(BUFFER_BYTES)
-            await write_range(file, start, end, write, Answer(answer.status, version, place, pieces))
 
 
 @cache  # one object: fsspec shares a file system between callers with equal options

@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from lora_plugins.errors import AdapterNotFound, SourceUnavailable
@@ -37,19 +36,21 @@ _PROGRESS_BYTES = 64 << 10
 _ALONE_S = 0.01
 
 
-@dataclass
-class RangeReader(ABC):
+Write = Callable[[bytes], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RangeReader:
     """Reads ranges of files from one place.
 
     Attributes:
+        read: hands the bytes of a file from a start to an end to the last argument, in order; raises errors that
+            `remote_failures.py` maps.
         checksums: of whole files, by name; a read removes one that its answer shows to be of other bytes.
     """
 
-    checksums: dict[str, Checksum] = field(default_factory=dict, kw_only=True)
-
-    @abstractmethod
-    async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
-        """Hand the bytes from `start` to `end` to `write`, in order; raises errors that `remote_failures.py` maps."""
+    read: Callable[[SourceFile, int, int, Write], Awaitable[None]]
+    checksums: dict[str, Checksum] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

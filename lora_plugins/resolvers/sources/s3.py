@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os.path
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,7 +21,7 @@ from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, shard
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.resolvers.sources.checksums import Checksum
 from lora_plugins.resolvers.sources.fsspec import BUFFER_BYTES, Answer, check_protocol, write_range
-from lora_plugins.resolvers.sources.ranges import RangeReader
+from lora_plugins.resolvers.sources.ranges import RangeReader, Write
 from lora_plugins.resolvers.sources.remote_failures import BrokenAnswer, FailureKind, ObjectChanged, diagnose
 from lora_plugins.resolvers.sources.source import OWN_FILES, SourceFile, choose_files, needs_shards
 from lora_plugins.resolvers.sources.uri import region_of, split_bucket
@@ -140,7 +139,21 @@ class S3Files:
         bucket, prefix = split_bucket(uri)
         found = await asyncio.gather(*(_checksum(client, bucket, prefix, file) for file in checked))
         checksums = {file.name: checksum for file, checksum in zip(checked, found, strict=True) if checksum}
-        return _S3Reader(client, bucket, prefix, checksums=checksums)
+
+        async def read(file: SourceFile, start: int, end: int, write: Write) -> None:
+            """Stream a range by `get_object`, under the condition of the located ETag."""
+            asked = {"Bucket": bucket, "Key": f"{prefix}/{file.name}", "Range": f"bytes={start}-{end - 1}"}
+            answer = await client.get_object(**asked, **_if_match(file))
+            body = answer["Body"]
+            async with body:
+                is_encrypted = answer.get("ServerSideEncryption") in _NOT_MD5 or "SSECustomerAlgorithm" in answer
+                if is_encrypted and checksums.get(file.name) == Checksum.of_etag(file.etag):
+                    checksums.pop(file.name, None)
+                status, place = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentRange")
+                pieces = body.iter_chunks(BUFFER_BYTES)
+                await write_range(file, start, end, write, Answer(status, answer.get("ETag"), place, pieces))
+
+        return RangeReader(read, checksums)
 
     def forget_credentials(self) -> None:
         """Have the next client read the credentials again, from the shared file or wherever botocore finds them."""
@@ -269,28 +282,6 @@ async def _checksum(client: Any, bucket: str, prefix: str, file: SourceFile) -> 
 def _if_match(file: SourceFile) -> dict[str, str]:
     # A weak ETag never matches; some stores list their strong ETags without quotes.
     return {"IfMatch": file.etag} if file.etag and not file.etag.startswith("W/") else {}
-
-
-@dataclass
-class _S3Reader(RangeReader):
-    """Streams ranges by `get_object`, each under the condition of the located ETag."""
-
-    client: Any
-    bucket: str
-    prefix: str
-
-    async def read(self, file: SourceFile, start: int, end: int, write: Callable[[bytes], None]) -> None:
-        """See `RangeReader`."""
-        asked = {"Bucket": self.bucket, "Key": f"{self.prefix}/{file.name}", "Range": f"bytes={start}-{end - 1}"}
-        answer = await self.client.get_object(**asked, **_if_match(file))
-        body = answer["Body"]
-        async with body:
-            is_encrypted = answer.get("ServerSideEncryption") in _NOT_MD5 or "SSECustomerAlgorithm" in answer
-            if is_encrypted and self.checksums.get(file.name) == Checksum.of_etag(file.etag):
-                self.checksums.pop(file.name, None)
-            status, place = answer["ResponseMetadata"]["HTTPStatusCode"], answer.get("ContentRange")
-            pieces = body.iter_chunks(BUFFER_BYTES)
-            await write_range(file, start, end, write, Answer(status, answer.get("ETag"), place, pieces))
 
 
 def _check_endpoint(endpoint: str, *, allow_http: bool) -> None:

@@ -27,7 +27,7 @@ from tests.repetitions import times
 FAST = DownloadLimits(range_bytes=1000, parallel=3, timeout_s=120, attempts=4, wait_s=0.0001, max_wait_s=0.001)
 
 
-class Shelf(RangeReader):
+class Shelf:
     """A reader of bytes in memory; `breaks` says after how many bytes a read fails, -1 for never."""
 
     def __init__(
@@ -68,7 +68,7 @@ def run(shelf: Shelf, directory: Path, limits: DownloadLimits = FAST, *, md5: bo
     async def download() -> None:
         turns = asyncio.Semaphore(limits.parallel)
         try:
-            await download_ranges(files, shelf, arriving, turns=turns, limits=limits)
+            await download_ranges(files, RangeReader(shelf.read, shelf.checksums), arriving, turns=turns, limits=limits)
         finally:
             assert shelf.running == 0, "a range is read after the download's end"
 
