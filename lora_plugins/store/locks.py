@@ -39,7 +39,7 @@ async def fetch_lock(path: Path, *, timeout_s: float) -> AsyncIterator[None]:
     began, touched, wait_s = time.monotonic(), None, _FIRST_WAIT_S
     try:
         while not await to_its_end(asyncio.to_thread(_take, lock)):
-            if touched != (touched := await asyncio.to_thread(_touched_ns, path)):
+            if touched != (touched := await asyncio.to_thread(touched_ns, path)):
                 began = time.monotonic()
             elif time.monotonic() - began > timeout_s:
                 raise SourceUnavailable(
@@ -81,8 +81,8 @@ async def _keep_touched(path: Path) -> None:
         await asyncio.sleep(_TOUCHED_EVERY_S)
 
 
-def _touched_ns(path: Path) -> int:
-    """When the holder last touched the file; 0 where the file has gone meanwhile."""
+def touched_ns(path: Path) -> int:
+    """When a process last touched the file, in the file system's ns; 0 where the file is not there."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -32,7 +32,7 @@ from lora_plugins.store.file_system import try_file_system
 from lora_plugins.store.inventory import Inventory
 from lora_plugins.store.layout import MANIFEST_FILE, PRESSURE_FILE, Layout, Published, is_digest
 from lora_plugins.store.leases import Leases
-from lora_plugins.store.locks import fetch_lock, to_its_end
+from lora_plugins.store.locks import fetch_lock, to_its_end, touched_ns
 from lora_plugins.store.manifest import Converted, Manifest, StoredFile, digest_of, put_canonical
 from lora_plugins.store.partial_download import CheckedAdapter, DownloadSpec, PartialDownload
 from lora_plugins.store.processes import Processes
@@ -95,28 +95,21 @@ class Store(Entries):
             self._try()
         sweep_all()
 
-    def find(
-        self, uri: str, version: str, form: str = "", *, names: Collection[str] | None = None
-    ) -> StoredAdapter[Any] | None:
-        """The published adapter of this version, as the source has it or in an engine's form; None unless complete.
-
-        With `names`, only an adapter with exactly these files.
-        """
-        try:
-            digest = self.layout.index(uri, version, form).read_text(errors="replace")
-        except FileNotFoundError:
-            return None
-        if not is_digest(digest) or not self.is_whole(digest, names):
-            return None
-        return StoredAdapter(digest, self.layout.adapter(digest))
-
     def find_leased(
         self, uri: str, version: str, names: Collection[str], holder: Hashable, form: str = ""
     ) -> StoredAdapter[Any] | None:
-        """Find as `find` does, and lease the adapter for `holder`; raises the errors of `acquire`."""
+        """Lease the published adapter of this version, as the source has it or in an engine's form.
+
+        None unless the adapter is complete, with exactly the files `names`. Raises the errors of `acquire`.
+        """
         with store_errors():
-            found = self.find(uri, version, form, names=names)
-            return found if found is not None and self._lease(found.digest, holder) else None
+            try:
+                digest = self.layout.index(uri, version, form).read_text(errors="replace")
+            except FileNotFoundError:
+                return None
+            if not is_digest(digest) or not self.is_whole(digest, names) or not self._lease(digest, holder):
+                return None
+            return StoredAdapter(digest, self.layout.adapter(digest))
 
     async def obtain(
         self,
@@ -183,10 +176,7 @@ class Store(Entries):
 
     def pressed_at(self) -> int:
         """When a process last found no room for leases of others, in the file system's ns; 0 where none ever has."""
-        try:
-            return (self.layout.root / PRESSURE_FILE).stat().st_mtime_ns
-        except OSError:
-            return 0
+        return touched_ns(self.layout.root / PRESSURE_FILE)
 
     def acquire(self, digest: str, holder: Hashable = "") -> Path | None:
         """Lease the adapter of `digest` and return its directory; None where files are missing or incomplete.

@@ -187,7 +187,8 @@ def seen(root: Path) -> dict[str, list[str]]:
     store = Store(root)
     digests = [digest for digest in store.layout.digests() if not store.is_marked(digest)]
     versions = [(it.uri, it.version) for it in (ONE, TWO)] + [("push://sql", "ab" * 32)]
-    found = {f"{version} is {it.digest}" for uri, version in versions if (it := store.find(uri, version)) is not None}
+    stored = (store.find_leased(uri, version, ONE.files, "test") for uri, version in versions)
+    found = {f"{version} is {it.digest}" for (_, version), it in zip(versions, stored, strict=True) if it is not None}
     sound = [digest for digest in digests if store.acquire_sound(digest, "test") is not None]
     return {
         "sound": sound,
