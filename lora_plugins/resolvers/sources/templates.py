@@ -40,7 +40,12 @@ class Template:
             parsed = list(string.Formatter().parse(text))
         except ValueError as error:
             raise self.wrong("unbalanced braces") from error
-        self._parts = [self._part(*part) for part in parsed]  # text, and the placeholder behind the text, if any
+        for _, field, form, conversion in parsed:
+            if field is not None and field not in _PLACEHOLDERS:
+                raise self.wrong(f"the placeholder {{{field}}}")
+            if form or conversion:
+                raise self.wrong(f"a conversion of {{{field}}}")
+        self._parts = [part[:2] for part in parsed]  # text, and the placeholder behind the text, if any
         used = {field for _, field in self._parts}
         if "lora_name" not in used:
             raise self.wrong("a template without {lora_name}")
@@ -97,15 +102,6 @@ class Template:
             expected="text with {base_model_name}, {lora_name} and {revision} behind a fixed beginning",
             remedy=f"correct {self._variable}",
         )
-
-    def _part(
-        self, literal: str, field: str | None, form: str | None, conversion: str | None
-    ) -> tuple[str, str | None]:
-        if field is not None and field not in _PLACEHOLDERS:
-            raise self.wrong(f"the placeholder {{{field}}}")
-        if form or conversion:
-            raise self.wrong(f"a conversion of {{{field}}}")
-        return literal, field
 
 
 def parse_local(text: str) -> Template:
