@@ -274,7 +274,7 @@ class HubSource:
         if not await self._call(partial(copy_cached, file, directory, self._cache_dir, progressed), where):
             get = partial(download_file, self._api, file, directory, stop, progressed)
             await self._retries.run(lambda: self._call(get, where), state)
-        download.landed(file.name, file.source.size_bytes)
+        download.landed(file.source.name, file.source.size_bytes)
 
     async def _call(self, work: Callable[[], _T], where: str) -> _T:
         """Call `huggingface_hub`, which cannot be interrupted, and map its errors."""

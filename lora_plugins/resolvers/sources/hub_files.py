@@ -42,11 +42,6 @@ class RepoFile:
     path: str
     source: SourceFile
 
-    @property
-    def name(self) -> str:
-        """The file's name in the adapter's directory."""
-        return self.source.name
-
 
 def cached_path(repo: str, path: str, revision: str, cache_dir: Path | None) -> Path | None:
     """The path of a file in the Hub's own cache; None where the cache lacks the file."""
@@ -81,14 +76,14 @@ def copy_cached(file: RepoFile, directory: Path, cache_dir: Path | None, progres
         source = found.open("rb")
     except OSError:
         return False
-    target = directory / file.name
+    target = directory / file.source.name
     with source, target.open("wb") as opened:
         for _ in copied(source, opened, os.fstat(source.fileno()).st_size):
             progressed()
     try:
         check_fetched(target, file.source)
         if file.source.sha256 and sha256_of(target)[1] != file.source.sha256:
-            raise BrokenAnswer(f"{file.name} is damaged in the Hub's cache")
+            raise BrokenAnswer(f"{file.source.name} is damaged in the Hub's cache")
     except BrokenAnswer:
         target.unlink()
         return False
@@ -123,7 +118,7 @@ def download_file(
             os.unlink(arrived)  # else the next attempt would return the same file without a download
             raise
         # Within one file system, so the rename copies no bytes.
-        os.replace(arrived, directory / file.name)
+        os.replace(arrived, directory / file.source.name)
     finally:
         if stop.is_set():
             # The caller gave the directory up while this thread ran; the thread may have made the directory again.

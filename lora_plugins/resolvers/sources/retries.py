@@ -109,6 +109,4 @@ async def deadline(
 
 def backoff(error: Exception) -> bool | float:
     """For `stamina`: whether to try again, or after how many seconds if the source asks for a wait."""
-    if not isinstance(error, Transient):
-        return False
-    return True if error.wait_s is None else error.wait_s
+    return isinstance(error, Transient) and (error.wait_s or True)
