@@ -101,6 +101,7 @@ class KnownVersions:
 
     Attributes:
         refused: errors of versions with bytes that cannot be served, by URI and version at the source.
+        located: adapters that `has` found a moment ago and nobody has fetched yet: `resolve` asks no source again.
         sizes_bytes: of configuration and weights, by digest.
     """
 
@@ -111,8 +112,7 @@ class KnownVersions:
         # vLLM handles requests for one name one after the other, and each would meet the fault again.
         faults_s = SourceUnavailable.retry_after_s
         self._faults: TTLCache[Key, LoRAPluginsError] = TTLCache(_REMEMBERED_NAMES, faults_s, timer)
-        # Found by `has`, not fetched yet: `resolve` then asks no source again.
-        self._located: TTLCache[Key, AtSource] = TTLCache(_REMEMBERED_NAMES, _LOCATED_S, timer)
+        self.located: TTLCache[Key, AtSource] = TTLCache(_REMEMBERED_NAMES, _LOCATED_S, timer)
         # Name → the places of the name, with the source's label, by which a name may reach a version.
         self._places: LRUCache[str, dict[str, str]] = LRUCache(_REMEMBERED_NAMES)
         # (name, digest) → the last (URI, version) with these bytes for the name: a manifest knows only the first fetch.
@@ -157,7 +157,7 @@ class KnownVersions:
         self._places.setdefault(name, {})[version.uri] = version.source
         self.note_had(name, version)
         self._faults.pop(key, None)  # a success ends the remembered fault of the same question
-        self._located.pop(key, None)
+        self.located.pop(key, None)
         return version
 
     def note_had(self, name: str, version: ResolvedAdapter) -> None:
@@ -175,14 +175,6 @@ class KnownVersions:
         """Have `believed` raise a fault, for the fault's Retry-After; other errors are not remembered."""
         if is_remembered(error):
             self._faults[key] = error
-
-    def note_located(self, key: Key, located: AtSource) -> None:
-        """Remember where an adapter is until the adapter's files are asked for."""
-        self._located[key] = located
-
-    def take_located(self, key: Key) -> AtSource | None:
-        """Where the adapter was, if located a moment ago; once."""
-        return self._located.pop(key, None)
 
     def reach_of(self, name: str) -> Callable[[Manifest], bool] | None:
         """A function, for any thread: whether a name may reach a stored version. None for a name never found.

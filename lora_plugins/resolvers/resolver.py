@@ -269,7 +269,7 @@ class AdapterResolver:
     async def _find(self, query: Query, base_path: str) -> LookedUp:
         looked = await self._locate(query, base_path)
         if looked.located is not None:
-            self.known.note_located(query.key, looked.located)
+            self.known.located[query.key] = looked.located
         return looked
 
     async def _locate(self, query: Query, base_path: str) -> LookedUp:
@@ -289,7 +289,7 @@ class AdapterResolver:
         for attempt in range(1, _VERSION_CHANGES + 1):
             started = time.perf_counter()
             # `has` may have located the adapter a moment ago.
-            located = None if query.force_refresh else self.known.take_located(query.key)
+            located = None if query.force_refresh else self.known.located.pop(query.key, None)
             looked = await self._locate(query, base_path) if located is None else LookedUp(located=located)
             if looked.error is None and looked.located is None:
                 self.known.disbelieve(query.key)

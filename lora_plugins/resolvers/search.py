@@ -7,8 +7,7 @@ source that has the adapter. No file is fetched here; `resolver.py` adds the fet
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -118,17 +117,11 @@ class SourceSearch:
         InvalidSettings: a malformed prefix in `LORA_PLUGINS_ALLOWED_URIS`.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        events: Events,
-        sources: Sequence[Source] = (),
-        timer: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, settings: Settings, events: Events, sources: Sequence[Source] = ()) -> None:
         self.sources, self.by_uri = list(sources), UriSources(settings)
         self.mixtures: Source | None = None
         self._events = events
-        self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s, timer)
+        self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
         self._look_ups: dict[int, LookUps] = {}  # by source, so that a source that does not answer blocks no other
 
     async def locate(

@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from cachetools import TTLCache
 
 from lora_plugins.resolvers import resolver as resolver_module
+from lora_plugins.resolvers import search
 from lora_plugins.resolvers.known_versions import KnownVersions
-from lora_plugins.resolvers.search import SourceSearch
 from lora_plugins.store.store import Store
 from lora_plugins.verification.children import Children
 from testbed.hub import Hub, local_hub
@@ -62,8 +63,8 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> Readings:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """What the resolvers of this test read off the time for which they remember."""
     clock = Clock()
-    for memory in (KnownVersions, SourceSearch):
-        monkeypatch.setattr(resolver_module, memory.__name__, partial(memory, timer=clock))
+    monkeypatch.setattr(resolver_module, "KnownVersions", partial(KnownVersions, timer=clock))
+    monkeypatch.setattr(search, "TTLCache", partial(TTLCache, timer=clock))
     return clock
 
 

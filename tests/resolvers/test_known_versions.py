@@ -89,14 +89,14 @@ def test_the_store_is_looked_at_once_a_second(known: Known) -> None:
 
 
 def test_a_located_adapter_is_taken_once_and_soon(known: Known) -> None:
-    assert known.take_located(SQL) is None
-    known.note_located(SQL, AT_SOURCE)
+    assert known.located.pop(SQL, None) is None
+    known.located[SQL] = AT_SOURCE
     assert known.believed(SQL) is None
-    assert known.take_located(SQL) is AT_SOURCE
-    assert known.take_located(SQL) is None
-    known.note_located(SQL, AT_SOURCE)
+    assert known.located.pop(SQL, None) is AT_SOURCE
+    assert known.located.pop(SQL, None) is None
+    known.located[SQL] = AT_SOURCE
     known.clock.now_s += 5
-    assert known.take_located(SQL) is None
+    assert known.located.pop(SQL, None) is None
 
 
 def test_a_name_reaches_its_places_and_its_bytes_only(known: Known) -> None:
