@@ -317,20 +317,14 @@ def _hub_uri(org: str, parts: list[str]) -> SourceUri:
     if not is_repo(f"{org}/{repo}"):
         raise _refused("a repository that the Hub cannot have", "hf://org/repo")
     below = parts[1:]
-    if not at:
-        return SourceUri("hf", org, (repo, *(_segment(part, "hf") for part in below)))
-    if not revision:
+    if at and not revision:
         raise _refused("nothing after '@'", "a revision there, or no '@'")
     if revision == "refs" and len(below) >= 2 and below[0] in _KINDS_OF_REFS:
         revision, below = "/".join((revision, *below[:2])), below[2:]
     # The Hub's own spelling of a revision with slashes is one segment with %2F inside.
     pieces = re.sub("%2f", "/", revision, flags=re.IGNORECASE).split("/")
-    return SourceUri(
-        "hf",
-        org,
-        (repo, *(_segment(part, "hf") for part in below)),
-        "/".join(_segment(piece, "hf") for piece in pieces),
-    )
+    segments = (repo, *(_segment(part, "hf") for part in below))
+    return SourceUri("hf", org, segments, "/".join(_segment(piece, "hf") for piece in pieces) if at else None)
 
 
 def _segment(text: str, scheme: str) -> str:
