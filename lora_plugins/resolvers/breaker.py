@@ -102,11 +102,11 @@ class Breaker:
         began_at = self.clock()
         try:
             found = await answer
-        except LoRAPluginsError as error:
-            if isinstance(error, SourceUnavailable) and is_outage(error):
-                self.failed(began_at, error, of)
-            else:
-                self.answered()
+        except (Transient, NoAnswer) as error:  # of the source, after several tries, and not of one adapter
+            self.failed(began_at, error, of)
+            raise
+        except LoRAPluginsError:
+            self.answered()
             raise
         self.answered()
         return found
@@ -130,8 +130,3 @@ class Breaker:
         opened_at, self._opened_at = self._opened_at, None
         if opened_at is not None:
             self._events.emit(BreakerClosed(self._label, self._answered_at - opened_at))
-
-
-def is_outage(error: BaseException) -> bool:
-    """Whether an error is about the source, after several tries, and no answer about one adapter, such as a denial."""
-    return isinstance(error, (Transient, NoAnswer))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.events import BreakerClosed, BreakerOpened, Event, Events
-from lora_plugins.resolvers.breaker import Breaker, BreakerLimits, is_outage
+from lora_plugins.resolvers.breaker import Breaker, BreakerLimits
 from lora_plugins.resolvers.sources.remote_failures import Failure, FailureKind
 from lora_plugins.resolvers.sources.retries import NoAnswer
 from tests.resolvers.fakes import Clock
@@ -94,9 +96,20 @@ def test_the_first_answer_closes_it_and_says_the_time(breaker: Breaker, clock: C
 
 @pytest.mark.parametrize("kind", FailureKind)
 def test_a_failure_is_an_outage_where_a_retry_may_help(kind: FailureKind) -> None:
-    error: LoRAPluginsError = Failure(kind).as_error("an object store")
-    assert is_outage(error) == kind.is_retryable
+    assert is_outage(Failure(kind).as_error("an object store")) == kind.is_retryable
 
 
 def test_an_error_about_one_directory_is_no_outage() -> None:
     assert not is_outage(SourceUnavailable("permission denied"))
+
+
+def is_outage(error: LoRAPluginsError) -> bool:
+    """Whether an error opens a breaker that one failure opens."""
+    breaker = Breaker(BreakerLimits(failures=1))
+
+    async def fail() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        asyncio.run(breaker.judged(fail()))
+    return breaker.is_open
