@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from lora_plugins.events import Events, FetchEnded, FetchGoesOn, FetchStarted
 
@@ -52,7 +51,7 @@ def arrived_bytes(directory: str, files: Sequence[tuple[str, int]]) -> dict[str,
     on_disk: dict[str, int] = {}
     for folder, _, names in os.walk(directory):
         for name in names:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 key = name if folder == directory else ""
                 # st_blocks is in units of 512 bytes, whatever the file system's block size.
                 # Files in folders below are a library's own: counted together under the empty name.

@@ -10,11 +10,10 @@ of one version end in the same directory, published once.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import time
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -61,7 +60,7 @@ async def fetch_lock(path: Path, *, timeout_s: float) -> AsyncIterator[None]:
 
 def remove_unheld(path: Path) -> None:
     """Remove the file of a lock whose process has ended before the release."""
-    with contextlib.suppress(Timeout, OSError), FileLock(path, timeout=0):
+    with suppress(Timeout, OSError), FileLock(path, timeout=0):
         path.unlink()
 
 
@@ -76,7 +75,7 @@ async def to_its_end(work: Coroutine[Any, Any, _T]) -> _T:
 
 async def _keep_touched(path: Path) -> None:
     while True:
-        with contextlib.suppress(OSError):  # the store does not answer at the moment
+        with suppress(OSError):  # the store does not answer at the moment
             await asyncio.to_thread(os.utime, path)
         await asyncio.sleep(_TOUCHED_EVERY_S)
 
@@ -90,13 +89,13 @@ def touched_ns(path: Path) -> int:
 
 
 def _take(lock: FileLock) -> bool:
-    with contextlib.suppress(Timeout):
+    with suppress(Timeout):
         lock.acquire(blocking=False)
     return lock.is_locked
 
 
 def _release(lock: FileLock, path: Path) -> None:
     # Removed first: who then holds the lock of the removed file looks for the version again, and finds it published.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         path.unlink()
     lock.release()

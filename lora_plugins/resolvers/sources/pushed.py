@@ -34,8 +34,7 @@ class PushedAdapter(RemoteAdapter):
             AdapterNotFound: the directory has no configuration.
         """
         names = [path.relative_to(directory).as_posix() for path in directory.rglob("*")]
-        sizes_bytes = {file: (directory / file).stat().st_size for file in choose_files(names)}
-        files = tuple(SourceFile(file, size_bytes) for file, size_bytes in sizes_bytes.items())
+        files = tuple(SourceFile(file, (directory / file).stat().st_size) for file in choose_files(names))
         return cls(AdapterName(name), LABEL, f"{LABEL}://{name}", body_sha256, files, directory=directory)
 
 
