@@ -26,7 +26,6 @@ class DownloadSpec(Protocol):
     @property
     def promised(self) -> Sequence[tuple[str, int, str]]:
         """Name, size in bytes and SHA-256 (or empty) of every file, as the source lists them."""
-        ...
 
 
 class CheckedAdapter(Protocol):
@@ -35,7 +34,6 @@ class CheckedAdapter(Protocol):
     @property
     def canonical(self) -> bytes:
         """The configuration that engines read."""
-        ...
 
 
 class PartialDownload:

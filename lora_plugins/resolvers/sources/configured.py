@@ -104,6 +104,7 @@ class UriSources:
             SourceUnavailable: a package or setting for the source is missing.
         """
         below = [prefix for prefix in self.allowed.prefixes if uri.is_below(prefix)]
+        path = uri.segments
         try:
             if uri.scheme == "file":
                 # The widest prefix, so that narrower prefixes share one source, its threads and limits.
@@ -113,7 +114,6 @@ class UriSources:
             elif uri.scheme == BY_PATH:
                 # Callers of vLLM's own API may have vLLM read any path, wherever symlinks lead.
                 source = self._made((BY_PATH, ""), lambda: self._directory("", is_by_path=True))
-                path = uri.segments
             elif uri.scheme == "hf":
                 # As for names: a moved repository is followed only where somebody has named the repository. An allowed
                 # prefix without a path (hf://org) names an owner alone; vLLM's own call names the one of `of_repo`.
@@ -123,7 +123,6 @@ class UriSources:
                 path = (uri.authority, *uri.segments)
             else:
                 source = self._made((uri.scheme, uri.authority), lambda: self._objects(uri))
-                path = uri.segments
         except InvalidSettings as error:
             raise SourceUnavailable(
                 f"a {uri.scheme}:// URI that this server cannot ask: {error.found}",

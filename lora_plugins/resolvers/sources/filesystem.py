@@ -33,6 +33,7 @@ from lora_plugins.resolvers.sources.source import Listing, RemoteAdapter, Source
 from lora_plugins.resolvers.sources.threads import OwnThreads
 from lora_plugins.resolvers.sources.tree import AdapterTree, LeadsElsewhere, MayLead, anywhere
 from lora_plugins.settings import Settings
+from lora_plugins.store.disk_errors import FULL
 from lora_plugins.store.partial_download import PartialDownload
 
 _THREADS = 8
@@ -42,7 +43,6 @@ _NO_KERNEL_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPN
 _GRAIN_NS = 20_000_000  # twice a tick of the slowest kernel
 _COARSE_GRAIN_NS = 2_000_000_000  # FAT has 2 s, older NFS servers have 1 s
 _LOOKS = 5  # at a file that a writer keeps changing
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def configured(settings: Settings, may_lead: MayLead) -> FilesystemSource:
@@ -221,7 +221,7 @@ class FilesystemSource:
                     download.landed(file.name, done)
                     progressed()
             except OSError as error:
-                if error.errno not in _FULL:
+                if error.errno not in FULL:
                     raise
                 full = error
             _check_unchanged(source, file)

@@ -246,7 +246,6 @@ def diagnose(error: BaseException) -> Failure:
         found = diagnose(cause)
         if found.kind is not FailureKind.UNKNOWN:
             return found
-    name = type(error).__name__
     answer = _answer_of(error)
     if answer is not None:
         status, code, retry_after_s = answer
@@ -262,7 +261,7 @@ def diagnose(error: BaseException) -> Failure:
         kind = FailureKind.TLS
     if isinstance(error, OSError) and kind is FailureKind.UNREACHABLE and error.errno in _PERMANENT_OS_ERRORS:
         kind = FailureKind.BAD_REQUEST
-    return Failure(kind, name)
+    return Failure(kind, type(error).__name__)
 
 
 def map_error(error: BaseException, *, file: str = "") -> LoRAPluginsError:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os.path
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
@@ -184,31 +185,23 @@ def _staying_session() -> Any:
     return StayingSession
 
 
-async def _page(client: Any, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """One page of a LIST.
+async def _pages(client: Any, asked: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    """Every page of a LIST, each asked for when its turn comes.
 
     Raises:
         BrokenAnswer: an answer with status 200 that is no LIST. Botocore reads a page of HTML, or an empty body, as a
             LIST without objects.
     """
-    page: dict[str, Any] = await client.list_objects_v2(**asked)
-    if "IsTruncated" not in page and "Name" not in page:
-        raise BrokenAnswer
-    return page
-
-
-async def _pages(client: Any, asked: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
-    """Every page of a LIST; raises what `_page` raises."""
-    while True:
-        yield (page := await _page(client, asked))
-        if not page.get("IsTruncated") or not page.get("NextContinuationToken"):
-            return
-        asked["ContinuationToken"] = page["NextContinuationToken"]
+    async for page in client.get_paginator("list_objects_v2").paginate(**asked):
+        if "IsTruncated" not in page and "Name" not in page:
+            raise BrokenAnswer
+        yield page
 
 
 async def _list(client: Any, bucket: str, prefix: str) -> list[SourceFile]:
     asked: dict[str, Any] = {"Bucket": bucket, "Prefix": prefix, "Delimiter": "/"}
-    page = await _page(client, asked)
+    async with aclosing(_pages(client, asked)) as pages:
+        page = await anext(pages)
     found = _listed(page, prefix)
     if page.get("IsTruncated"):
         # Weights and configuration begin alike, so that one page holds them, however many checkpoints lie beside them.

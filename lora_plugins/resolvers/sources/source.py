@@ -142,16 +142,13 @@ class Source(Protocol):
     @property
     def label(self) -> str:
         """The source's name in logs and metrics, such as `filesystem`."""
-        ...
 
     @property
     def remote(self) -> bool:
         """Whether a question costs a round trip, so that answers are worth remembering for a while."""
-        ...
 
     async def locate(self, name: AdapterName, base_model_name: str) -> RemoteAdapter | Absence:
         """Find the adapter without reading its weights; `base_model_name` is the served model's path or Hub id."""
-        ...
 
     async def fetch(self, adapter: RemoteAdapter, download: PartialDownload) -> None:
         """Write `adapter.files` of the located version to `download.directory`.
@@ -159,7 +156,6 @@ class Source(Protocol):
         Called twice, first for the configuration: an adapter that its configuration condemns is fetched no further.
         Not called again where all files are there.
         """
-        ...
 
 
 @runtime_checkable
@@ -168,7 +164,6 @@ class ListsNames(Protocol):
 
     async def names(self, base_model_name: str) -> Listing:
         """The names of the source's adapters, as far as the source knows them; requests never need the list."""
-        ...
 
 
 @runtime_checkable
@@ -177,4 +172,3 @@ class HasProbes(Protocol):
 
     def probes(self, name: str) -> Sequence[AdapterName]:
         """A name for each part, `name` where any will do."""
-        ...
