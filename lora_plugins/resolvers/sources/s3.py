@@ -11,7 +11,8 @@ import asyncio
 import os.path
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from functools import cache
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -171,16 +172,10 @@ def _staying_session() -> Any:
     """Aiobotocore's class of sessions without redirects, which would lead to origins that no operator has named."""
     from aiobotocore.httpsession import AIOHTTPSession
 
-    class Staying:
-        def __init__(self, session: Any) -> None:
-            self._session = session
-
-        async def request(self, *arguments: Any, **options: Any) -> Any:
-            return await self._session.request(*arguments, allow_redirects=False, **options)
-
     class StayingSession(AIOHTTPSession):  # type: ignore[misc]
-        async def _get_session(self, proxy_url: Any) -> Staying:
-            return Staying(await super()._get_session(proxy_url))
+        async def _get_session(self, proxy_url: Any) -> SimpleNamespace:
+            session = await super()._get_session(proxy_url)
+            return SimpleNamespace(request=partial(session.request, allow_redirects=False))
 
     return StayingSession
 
