@@ -34,9 +34,6 @@ class SingleFlight(Generic[_K, _T]):
         self._flights: dict[_K, _Flight[_T]] = {}
         self._abandoned = abandoned
 
-    def __len__(self) -> int:
-        return len(self._flights)
-
     async def run(self, key: _K, start: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
         """The result of the key's task, which `start` begins if there is none.
 

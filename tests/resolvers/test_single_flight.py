@@ -45,7 +45,7 @@ async def test_callers_cancelled_with_the_answer_at_hand_abandon_it(count: int) 
     flight.may_end.set()
     ended = await asyncio.gather(*callers, return_exceptions=True)
     assert all(isinstance(one, asyncio.CancelledError) for one in ended)
-    assert (len(flight.flights), flight.abandoned) == (0, ["adapter"])
+    assert (len(flight.flights._flights), flight.abandoned) == (0, ["adapter"])
 
 
 @runs
@@ -83,7 +83,7 @@ async def test_callers_of_a_given_up_task_get_an_error() -> None:
         await first
     with pytest.raises(asyncio.CancelledError):
         await second
-    assert (len(flight.flights), flight.abandoned) == (0, [])
+    assert (len(flight.flights._flights), flight.abandoned) == (0, [])
 
 
 # --- locks of names
