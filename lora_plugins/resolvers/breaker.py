@@ -18,7 +18,7 @@ from typing import Self, TypeVar
 
 from lora_plugins.errors import LoRAPluginsError, SourceUnavailable
 from lora_plugins.events import BreakerClosed, BreakerOpened, Events
-from lora_plugins.resolvers.sources.remote_failures import FailureKind, RemoteFailure, Transient
+from lora_plugins.resolvers.sources.remote_failures import FailureKind, Transient
 from lora_plugins.resolvers.sources.retries import NoAnswer
 
 _T = TypeVar("_T")
@@ -111,13 +111,12 @@ class Breaker:
         self.answered()
         return found
 
-    def failed(self, began_at: float, error: SourceUnavailable, of: Hashable = None) -> None:
+    def failed(self, began_at: float, error: Transient | NoAnswer, of: Hashable = None) -> None:
         """Note the failure of a question that began at `began_at`, about the adapter `of` if known."""
         if began_at < self._answered_at or self.is_open:  # the source has answered since, or has failed before
             return
         self._failed.add(object() if of is None else of)
-        kind = error.kind if isinstance(error, RemoteFailure) else None
-        is_silence = isinstance(error, NoAnswer) or kind is FailureKind.TIMEOUT
+        is_silence = isinstance(error, NoAnswer) or error.kind is FailureKind.TIMEOUT
         if len(self._failed) >= self.limits.failures or (self.limits.by_silence and is_silence):
             self._opened_at = self.clock()
             self._retry_at = self._opened_at + self.limits.retry_s
