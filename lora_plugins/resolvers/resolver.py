@@ -342,10 +342,8 @@ class AdapterResolver:
 
 
 def _absent(name: str, looked: LookedUp) -> LoRAPluginsError:
-    causes = [answer.cause for answer in looked.absences if answer.cause is not None]
-    if causes:
-        return causes[0]
-    return AdapterNotFound(
+    causes = (answer.cause for answer in looked.absences if answer.cause is not None)
+    return next(causes, None) or AdapterNotFound(
         "no adapter at this URI",
         expected="a directory with adapter_config.json and its weights",
         remedy="correct the URI, or put the adapter there",

@@ -48,7 +48,6 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _PORT = re.compile(r"(.*):([0-9]{1,5})")
 _ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
-_S3 = frozenset({"s3", "s3a"})
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 # In other schemes a percent sign is a character of the key like any other, whatever its writer meant.
 _ENCODED = frozenset({"file", "hf", "http", "https"})
@@ -274,7 +273,7 @@ def split_bucket(uri: str) -> tuple[str, str]:
 def _split_authority(scheme: str, rest: str) -> tuple[str, str]:
     """The authority of a URI, and the path without its leading slash."""
     access_point = None
-    if scheme in _S3 and rest.startswith(ARN_PREFIX):
+    if scheme in ("s3", "s3a") and rest.startswith(ARN_PREFIX):
         access_point = split_access_point(rest)
         if access_point is None:
             raise _refused("an ARN that is no access point's", ACCESS_POINT)
