@@ -181,7 +181,7 @@ def _staying_session() -> Any:
 
 
 async def _pages(client: Any, asked: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-    """Every page of a LIST, each asked for when its turn comes.
+    """Every page of a LIST, one request for each.
 
     Raises:
         BrokenAnswer: an answer with status 200 that is no LIST. Botocore reads a page of HTML, or an empty body, as a
