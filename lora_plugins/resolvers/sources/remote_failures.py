@@ -212,7 +212,7 @@ _TABLE = table_of(
         FailureKind.BROKEN_ANSWER: """
             botocore.IncompleteReadError botocore.ResponseStreamingError botocore.ChecksumError
             botocore.FlexibleChecksumError botocore.EventStreamError botocore.ResponseParserError
-            aiohttp.ClientError aiohttp.HttpProcessingError http.HTTPException xml.ParseError
+            aiohttp.ClientError aiohttp.HttpProcessingError http.HTTPException xml.ParseError botocore.PaginationError
             """,
         FailureKind.NO_CREDENTIALS: """
             botocore.NoCredentialsError botocore.NoAuthTokenError botocore.PartialCredentialsError

@@ -124,6 +124,7 @@ CASES = [
     (boto.NoRegionError(), FailureKind.BAD_REQUEST),
     (boto.HTTPClientError(error="e"), FailureKind.UNREACHABLE),
     (boto.IncompleteReadError(actual_bytes=1, expected_bytes=2), FailureKind.BROKEN_ANSWER),
+    (boto.PaginationError(message="a token twice"), FailureKind.BROKEN_ANSWER),
     (s3fs.errors.translate_boto_error(client_error(404, "NoSuchKey")), FailureKind.MISSING),
     (s3fs.errors.translate_boto_error(client_error(404, "NoSuchBucket")), FailureKind.NO_BUCKET),
     (s3fs.errors.translate_boto_error(client_error(503, "SlowDown")), FailureKind.BUSY),
