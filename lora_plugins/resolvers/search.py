@@ -35,6 +35,8 @@ from lora_plugins.resolvers.sources.uri import BY_PATH, SourceUri
 from lora_plugins.settings import Settings
 
 _REMEMBERED_NAMES = 10_000
+# Of each source, a directory too: threads look there, and many of them hold up the event loop.
+_LIMITS = LookUpLimits()
 # Answers of a working source about one adapter: no outage that should alarm an operator.
 _OF_ONE_ADAPTER = frozenset({FailureKind.HIDDEN, FailureKind.GATED})
 
@@ -187,8 +189,7 @@ class SourceSearch:
 
     def _look_ups_of(self, source: Source) -> LookUps:
         if (look_ups := self._look_ups.get(id(source))) is None:
-            # Limits for a directory too: threads look there, and many of them hold up the event loop.
-            look_ups = self._look_ups[id(source)] = LookUps(LookUpLimits(), source.label, self._events)
+            look_ups = self._look_ups[id(source)] = LookUps(_LIMITS, source.label, self._events)
         return look_ups
 
     def report(self, name: str, source: Source, error: LoRAPluginsError) -> None:

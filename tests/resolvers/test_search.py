@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ def test_answers_are_in_the_order_of_the_sources() -> None:
 
 
 def test_a_flood_is_no_answer_of_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "LookUpLimits", partial(LookUpLimits, at_once=1, waiting=0))
+    monkeypatch.setattr(search_module, "_LIMITS", LookUpLimits(at_once=1, waiting=0))
     source = FakeSource("hub")
 
     async def flood() -> LookedUp:
