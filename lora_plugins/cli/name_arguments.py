@@ -41,7 +41,7 @@ Asked = AskedName | LoRAPluginsError  # a name, or the error of a pattern that n
 
 
 def wanted(names: Sequence[str] | None, file: Path | None) -> list[AskedName]:
-    """Return all names given, each once and in order.
+    """Return all names given, in order; equal entries (of name and URI) once.
 
     Raises:
         UsageProblem: there are no names, a name is empty, or the file cannot be read.

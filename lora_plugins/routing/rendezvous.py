@@ -3,11 +3,11 @@
 Runs in each router, for `affinity.py`; in go replicas that join and leave, out come an adapter's best replicas in
 order.
 
-Every pair of an adapter and a replica has a fixed weight, and an adapter belongs to the replicas with the highest
-weights. So every router finds the same replicas; a joining replica takes only the adapters for which the replica is now
-best; a leaving replica loses only its own adapters. With a hash of the pair as weight, each choice would hash every
-replica. Here a replica has `POINTS` points on a circle and an adapter `PROBES`; the weight is the distance of the
-nearest point and probe, clockwise. Bisection in the sorted points finds the highest weights in O(PROBES log n).
+Every pair of an adapter and a replica has a fixed distance, and an adapter belongs to the nearest replicas. So every
+router finds the same replicas; a joining replica takes only the adapters for which the replica is now nearest; a
+leaving replica loses only its own adapters. With a hash of the pair as distance, each choice would hash every
+replica. Here a replica has `POINTS` points on a circle and an adapter `PROBES`; the distance is from the nearest
+probe to the nearest point, clockwise. Bisection in the sorted points finds the nearest replicas in O(PROBES log n).
 
 Source of the probes: B. Appleton, M. O'Reilly, "Multi-probe consistent hashing", arXiv:1505.00062.
 """

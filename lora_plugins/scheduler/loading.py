@@ -3,7 +3,7 @@
 Runs in the engine core process, in each plan of a step. In go the adapters that requests or calls want and host memory
 lacks, in the order of vLLM's queue (`PlannerState.absent`); the plan gets commands to evict and to load; out come the
 adapters without room. During a pause only calls load. A pause that stops running requests too (`is_stopped`) lets
-adapters with waiting requests be evicted for calls: nothing would run before the pause ends.
+adapters with waiting requests be evicted for calls: nothing would run before the pause ends. `state.py` has the words.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def load_wanted(state: PlannerState, now: float, *, is_paused: bool, is_stopped:
             break
         if not adapter.calls and not _runs_soon(state, adapter):
             break
+        # While all is stopped only calls load, and nothing runs that an adapter without room would have to wait for.
         is_first = is_stopped or not without_room
         victims = _victims(state, adapter, is_stopped) if is_first else _victims_behind(state, adapter, without_room)
         if victims is None:
             without_room.append(adapter)
             continue
         if not without_room:
-            state.made_room_at = now
+            state.made_room_at = now  # `turns.py` reserves room once no adapter has found room for a while
         for victim in (state.adapters[key] for key in victims):
             if is_stopped and victim.spec.engine_id == adapter.spec.engine_id and not victim.goes_on:
                 for request_id in list(victim.held):  # they wait for the later generation from now on
@@ -67,7 +68,7 @@ def _victims(state: PlannerState, adapter: Adapter, is_stopped: bool) -> list[in
 
 def _may_go(state: PlannerState, adapter: Adapter, is_stopped: bool) -> Iterator[list[int]]:
     """Yield the keys of adapters that may go for another, beside idle ones: more only where fewer are not enough."""
-    yield []
+    yield []  # idle adapters alone
     if (old := adapter.replaces) is not None and old.is_loaded and not old.is_used:
         # If the new generation's load fails, the old generation is loaded again. Weights that workers were given past
         # the plan are lost: the caller has replaced them.
@@ -88,7 +89,7 @@ def _may_go(state: PlannerState, adapter: Adapter, is_stopped: bool) -> Iterator
 def _victims_behind(state: PlannerState, adapter: Adapter, before: list[Adapter]) -> list[int] | None:
     """Return the keys to evict so that an adapter fits; None where adapters `before`, without room now, need the room.
 
-    They wait for the `draining` adapters to go, or without a reservation for all others.
+    The adapters `before` wait for the `draining` adapters to go, or without a reservation for all others.
     """
     cache = state.cache
     sizes_bytes = [cache.expected_bytes(it.spec) for it in (adapter, *before)]

@@ -1,9 +1,9 @@
 """Pauses of adapter names in one engine: which requests wait for a resume, and who waits until nothing runs.
 
 Runs in the engine core process, beside the planner, for `vllm_patches/engine_core/`. Requests that come while their
-name is paused are held here, in vLLM's queue but in no group that runs, and take neither slots nor room. They belong to
-a name, not to a version: after the resume they get the version that the name has then. Requests that came before the
-pause stay the planner's.
+name is paused are held here, in vLLM's queue but in no group that runs, and take neither slots nor room. Held requests
+belong to a name, not to a version: after the resume they get the version that the name has then. The planner keeps the
+requests that came before the pause.
 
 vLLM divides a client's request with several choices or beams into parts, which are requests of their own. A part of a
 client's request that ran as the pause began is treated as the request is: it runs, ends or waits with it.
@@ -89,10 +89,11 @@ class Pauses:
         return clients - {""}
 
     def join(self, name: str, clients: Iterable[str]) -> list[Any] | None:
-        """Let parts of these clients' requests run, and return the parts held already; None but in mode WAIT.
+        """Note which clients' requests run in some engine; return held parts of these requests that may run now.
 
-        An engine knows what it runs: the next part of a client's request may go to an engine that runs none so far. In
-        mode ABORT the parts end: the client's request would wait for a held part until the resume.
+        An engine knows only what it runs itself, and the next part of a client's request may go to another engine. In
+        mode ABORT the held parts end here, without an error: the client's request would wait for a part until the
+        resume. None without a pause, and in the modes in which no part runs.
         """
         pause = self._pauses.get(name)
         if pause is None or pause.mode is PauseMode.KEEP:
@@ -130,7 +131,10 @@ class Pauses:
         return self._take(name)
 
     def paused(self, name: str) -> Future[bool]:
-        """Done once no request of the name runs, or the pause has ended; False where the answer took a wait."""
+        """Return a future that is done once no request of the name runs, or the pause has ended.
+
+        The result is True where nothing ran from the beginning, False after a wait.
+        """
         future: Future[bool] = Future()
         if name in self._pauses and self._is_in_flight(name):
             self._calls.setdefault(name, []).append(future)

@@ -1,7 +1,7 @@
 """Which pins leave all other adapters too little: too few slots, or too little host memory.
 
 Runs in the engine core process, when the planner is asked for a pin, and again once a load shows the kind of slot that
-the pinned adapter takes. Each function returns the error to refuse the pin with, or None.
+the pinned adapter takes. Each function returns the error to refuse the pin with, or None. `state.py` has the words.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ def why_not_pinned(state: PlannerState, spec: AdapterSpec) -> NoFreeSlot | None:
         return None
     free_bytes = cache.max_bytes - sum(cache.expected_bytes(it) for it in [spec, *(it.spec for it in staying)])
     served = [adapter.spec for adapter in state.current.values()]
+    # Evicted adapters that are served still: their next request needs room again.
     served += [known for known, _ in cache.known_bytes.values()]
     kept = {spec.name, *(adapter.spec.name for adapter in staying)}
     # Their number, not their names: a tenant whose name is pinned learns of no other tenant's adapters.

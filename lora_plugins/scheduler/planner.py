@@ -4,7 +4,7 @@ Runs in the engine core process, in vLLM's scheduler (`vllm_patches/engine_core/
 planner of requests, calls of API servers, pauses and workers' reports, and asks for a plan before each step. Out come
 commands for the workers (`messages.py`), the groups of requests that vLLM may run (`PlannerState.open_groups`), and
 futures for callers. This file says what each event means, and in which order a step is planned; each decision has its
-file in this folder: `loading.py`, `slots.py`, `leaving.py`, `calls.py`, `pins.py`; `state.py` carries decisions out.
+file in this folder: `loading.py`, `slots.py`, `turns.py`, `calls.py`, `pins.py`; `state.py` carries decisions out.
 
 The unit is a generation of an adapter: an engine id finds the current generation, and a later generation is loaded
 beside the current. The rules:
@@ -43,7 +43,6 @@ from lora_plugins.scheduler.adapter import Adapter, Held, LoadCall
 from lora_plugins.scheduler.calls import activate_called, in_use, take_answered, without_room
 from lora_plugins.scheduler.futures import all_of, failed, resolve
 from lora_plugins.scheduler.host_cache import HostCache
-from lora_plugins.scheduler.leaving import forget_expected, pass_room_on, pass_slots_on, share_s
 from lora_plugins.scheduler.loading import load_wanted
 from lora_plugins.scheduler.messages import (
     Activated,
@@ -61,6 +60,7 @@ from lora_plugins.scheduler.request_queue import Order, QueueOrder
 from lora_plugins.scheduler.slots import give_slots
 from lora_plugins.scheduler.state import PlannerState
 from lora_plugins.scheduler.stats import Stats
+from lora_plugins.scheduler.turns import forget_expected, pass_room_on, pass_slots_on, share_s
 
 PATIENCE_S = 1.0
 EXPECTED_S = 0.2  # an API server takes at most so long to ask for the next token of beams

@@ -1,7 +1,7 @@
 """Give slots to adapters whose requests wait, in the order of vLLM's queue, as far as slots are free or unused.
 
 Runs in the engine core process, in each plan of a step outside pauses. In goes the planner's state, in which adapters
-get slots; out come the adapters that still wait for a slot. `leaving.py` then decides whether adapters in use give up
+get slots; out come the adapters that still wait for a slot. `turns.py` then decides whether adapters in use give up
 their slots.
 """
 

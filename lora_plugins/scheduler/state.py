@@ -3,6 +3,20 @@
 Runs in the engine core process, between two steps of vLLM. The planner and the functions of this folder decide; a
 method here carries out one decision, appends commands for the workers, and notes the adapter in `touched`. `settle`
 then updates the collections that are derived from adapters. `adapter.py` has the fields of one adapter.
+
+Words of this folder:
+
+- A *generation* is one version of an adapter under one engine id, with a key of its own; *retired* generations take no
+  new requests, and are evicted once unused.
+- A request is *held* while it waits in vLLM's queue for its adapter, and *stopped* while a pause keeps it from running.
+  The next part of a client's request with several choices or beams is *expected*. A *call* is a caller, such as an
+  operator's load, that waits for the adapter without a request.
+- An adapter is *absent* or *loaded* in host memory, *active* in a slot, and *in flight* while requests run or parts
+  are expected. *Staying* adapters may not be evicted: pinned, or given by a caller without files to load again.
+- *Copied* slots are written at an activation; *pointed* slots point at weights in host memory, and cost no copy. A
+  *pool* is all slots of one kind.
+- A *leaving* adapter takes no further requests, so that its slot passes on. A *draining* adapter leaves too, and is
+  evicted for the adapter that room in host memory is *reserved* for.
 """
 
 from __future__ import annotations

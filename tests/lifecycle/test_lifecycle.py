@@ -109,7 +109,7 @@ async def test_an_unload_waits_for_no_load_begun_by_a_request() -> None:
 
 
 @runs
-async def test_a_block_holds_against_a_load_that_waits() -> None:
+async def test_a_load_that_waits_ends_no_later_block() -> None:
     """The load, which waits for the load of a request, began before: it ends no block that came since."""
     world = World({"sql": "aa"}, delay_s=1.0)
     await world.lifecycle.resolve("sql")

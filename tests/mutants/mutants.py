@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "planner: the adapter that runs the most leaves",
-        "lora_plugins/scheduler/leaving.py",
+        "lora_plugins/scheduler/turns.py",
         "state.leave(min(taking, key=lambda it: len(it.running)), now, priority)",
         "state.leave(max(taking, key=lambda it: len(it.running)), now, priority)",
         ("tests/scheduler/test_planner.py",),
@@ -257,10 +257,10 @@ MUTANTS = (
     Mutant(
         "server: a load takes no lock of its name",
         "lora_plugins/lifecycle/lifecycle.py",
-        "lock(name), ending_block(self.server, name, seen):\n            adapter = self._present(name, expects)\n"
-        "            if not adapter.is_served or uri not in",
-        "lock(object()), ending_block(self.server, name, seen):\n            adapter = self._present(name, expects)\n"
-        "            if not adapter.is_served or uri not in",
+        "lock(name), ending_block(self.server, name, seen):\n                adapter = self._present(name, expects)\n"
+        "                if not adapter.is_served or uri not in",
+        "lock(object()), ending_block(self.server, name, seen):\n                adapter = self._present(name, expects)\n"
+        "                if not adapter.is_served or uri not in",
         ("tests/lifecycle/test_lifecycle.py",),
     ),
     Mutant(

@@ -63,6 +63,7 @@ _KINDS_OF_REFS = {"pr", "convert", "heads", "tags"}  # in refs/<kind>/<name>, th
 
 def place_by_path(path: str) -> str:
     """What vLLM reads for a path in one of vLLM's own calls: an absolute path; unchanged, a repository of the Hub."""
+    # A NUL is in no name of a repository: such a path is one of a directory, which cannot exist.
     if os.path.isabs(path) or path.startswith("~") or os.path.exists(path) or "\0" in path:
         return os.path.join(os.getcwd(), os.path.expanduser(path))
     return path
