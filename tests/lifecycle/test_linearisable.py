@@ -650,7 +650,7 @@ class History:
         left["tasks"] = asyncio.all_tasks() - before - steps
         left["locks"] = [name for name in NAMES if servers.world.server.lock(name).locked()]
         left["draining"], left["paused"] = registry.draining, registry.paused
-        left["flights"] = len(self.lifecycle.resolving)
+        left["flights"] = len(self.lifecycle.resolving._flights)
         served = {it.name: it for it in registry.all()}
         pinned = {it.engine_id for it in served.values() if it.is_pinned}
         for number, engine in enumerate(servers.engines):
