@@ -410,7 +410,8 @@ class Lifecycle:
             if self.registry.get(adapter.name) is not adapter or adapter.request is not request:
                 return
             self.registry.remove(adapter.name)
-            self.server.release(adapter.name, *adapter.versions)
+            for version in adapter.versions:
+                self.server.forget(adapter.name, version)  # later: who has the lock may just lease the copy again
             self.server.retire(adapter.engine_id)  # with data parallelism another engine may have loaded the adapter
             self.server.on_change()
         finally:

@@ -734,3 +734,9 @@ def test_some_order_explains_what_was_answered(part: int, tmp_path: Path) -> Non
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
+
+
+@pytest.mark.parametrize("seed", [468, 657, 1607])
+def test_histories_that_showed_faults(seed: int, tmp_path: Path) -> None:
+    """A load that waited ended a later block; a failed load left a lease that a pin had just renewed."""
+    explain(seed, tmp_path)
