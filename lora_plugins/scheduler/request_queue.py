@@ -53,7 +53,7 @@ class QueueOrder:
         return 1, 0, now if self._is_by_priority else next(self._last), ""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class QueuePlaces:
     """What the queues of one scheduler share.
 
