@@ -1,7 +1,8 @@
 """Room in the store and on a full disk: remove the least recently used adapters without a lease until a fetch fits.
 
 Runs in a thread of the process that fetches, under a lock that one process of all that share the store holds at a time
-(`Store._make_room`). In go the bytes and files of the fetch and the budget; adapters of any process go.
+(`Store._make_room`). In go the budget and the bytes and files that the fetch needs; adapters are removed whichever
+process has fetched them. `leases.py` says which hosts are silent.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from lora_plugins.store.processes import this_process
 
 _SHARE = 0.8
 _KEPT_FREE_SHARE, _KEPT_FREE_BYTES = 0.05, 1 << 30
-_OWN_FILES = 6  # inodes of an adapter: directory, manifest, index, time of use, lease, directory of leases
+_OWN_FILES = 6  # inodes of each adapter beside the source's files: directory, manifest, index, use, lease, lease folder
 
 
 def share_of_disk(layout: Layout, inventory: Inventory) -> tuple[int, int]:
@@ -42,8 +43,9 @@ class Evictor:
     """Removes adapters that nobody leases from one store: damaged first, then the least recently used.
 
     Attributes:
-        kept_free_bytes: stay free on the disk, beside all adapters and downloads.
-        on_evict: called with the digest and bytes of each adapter that goes to make room, in a thread.
+        kept_free_bytes: bytes that stay free on the disk, beside all adapters and downloads.
+        on_evict: called in a thread with the digest and bytes of each adapter that is removed to make room; None for no
+            call.
     """
 
     layout: Layout
@@ -57,11 +59,12 @@ class Evictor:
     ) -> None:
         """Remove adapters, but not `kept`, until `needed_bytes` more fit under `max_bytes` and on the disk.
 
-        What running downloads still need has room beside the bytes. Nothing goes where all that can go would not be
-        enough. The temporary directory `own` is the caller's, and no download of another.
+        What running downloads still need counts as taken, except by the caller's own temporary directory, `own`. No
+        adapter is removed where the removal of all without a lease would not be enough. `needed_files` are the inodes
+        that the source's files will take; `kept` is a digest, or empty.
 
         Raises:
-            OutOfMemory: the adapter does not fit even into an empty store.
+            OutOfMemory: the adapter does not fit even into an empty store, or onto the disk.
             NoFreeSlot: leases, or other downloads, are in the way.
         """
         if needed_bytes > max_bytes:
@@ -70,12 +73,13 @@ class Evictor:
                 expected=f"at most {max_bytes}, the store's budget",
                 remedy="raise LORA_PLUGINS_STORE_MAX_BYTES",
             )
-        # Count downloads first: an adapter published between the two counts is then counted twice, not never.
+        # Count downloads first: an adapter published between the two counts is then counted twice, not never. All of
+        # `pending` counts for the budget; the disk has some of these bytes already, so only `coming` counts there.
         pending, coming = pending_bytes(self.layout, besides=own)
         stored_bytes, disk = self.inventory.look(), os.statvfs(self.layout.root)
         free_bytes = disk.f_bavail * disk.f_frsize - self.kept_free_bytes
-        # `f_files` is 0 where the file system makes inodes on demand. Of the removed adapters, each has two files of
-        # the source at least; the division rounds up.
+        # `f_files` is 0 where the file system makes inodes on demand. `least`: how many adapters must go for inodes.
+        # Each removed adapter frees `_OWN_FILES` and at least two files of the source; the division rounds up.
         lacking_files = needed_files + _OWN_FILES - disk.f_favail if disk.f_files else 0
         least = max(0, -(-lacking_files // (_OWN_FILES + 2)))
         if needed_bytes > stored_bytes + free_bytes or (least and least > len(self.layout.digests())):
@@ -85,9 +89,10 @@ class Evictor:
                 expected=f"{needed_bytes} for the adapter, beside {self.kept_free_bytes} that stay free",
                 remedy="free space, or set LORA_PLUGINS_STORE_MAX_BYTES or LORA_PLUGINS_STORE_DIR",
             )
+        # The bytes to remove: for the budget or for the disk, whichever takes more.
         over_bytes = needed_bytes + max(stored_bytes + pending - max_bytes, coming - free_bytes)
         passed = {kept}
-        while over_bytes > 0 or least > 0:  # again, where another process has leased what was chosen
+        while over_bytes > 0 or least > 0:  # choose again where another process has leased a chosen adapter meanwhile
             chosen = self._to_go(over_bytes, least, passed)
             if chosen is None:
                 raise NoFreeSlot(
@@ -96,16 +101,16 @@ class Evictor:
                     remedy="ask again later, unload adapters, or raise LORA_PLUGINS_STORE_MAX_BYTES",
                 )
             passed.update(chosen)
-            for freed_bytes in filter(None, map(self.evict, chosen)):
+            for freed_bytes in filter(None, map(self.evict, chosen)):  # 0 bytes: not removed
                 over_bytes, least = over_bytes - freed_bytes, least - 1
 
     def evict(self, digest: str) -> int:
-        """Remove one adapter without a lease; returns the bytes freed."""
+        """Remove one adapter; returns the bytes freed: 0 where the adapter is leased or cannot be removed now."""
         size_bytes = self.inventory.size_bytes(digest)
         try:
             if self.leases.holders(digest) or not self.remove(digest):
                 return 0
-        except OSError:  # the guard's file may need an inode itself
+        except OSError:  # such as no inode for the lock file of `Leases.guard`
             return 0
         self.inventory.forget(digest)
         if self.on_evict is not None:
@@ -113,7 +118,10 @@ class Evictor:
         return size_bytes
 
     def _to_go(self, wanted_bytes: int, least: int, passed: Collection[str]) -> list[str] | None:
-        """Adapters of `wanted_bytes` together, `least` at least; None where all without a lease free too little."""
+        """Adapters to remove: `wanted_bytes` together, and at least `least` of them; never one in `passed`.
+
+        None where all adapters without a lease are too few.
+        """
         chosen: list[str] = []
         for digest in self._in_order(passed):
             chosen.append(digest)
@@ -123,7 +131,8 @@ class Evictor:
         return None
 
     def _in_order(self, passed: Collection[str]) -> Iterator[str]:
-        """Adapters without a lease: the damaged, the least recently used, and at last those that silent hosts lease."""
+        """Adapters that may go: damaged ones, the least recently used, and at last those that silent hosts lease."""
+        # The inventory has no size for a digest that is already gone, whose mark of damage may remain.
         damaged = sorted(filter(self.inventory.size_bytes, damaged_in(self.layout)))
         oldest = (digest for digest in self.inventory.oldest(self.leases.is_ours) if digest not in damaged)
         silent: list[str] = []
@@ -136,11 +145,16 @@ class Evictor:
         yield from silent
 
     def remove(self, digest: str) -> bool:
-        """Remove one adapter unless it is leased; returns whether it is gone."""
+        """Remove one adapter unless the adapter is leased; returns False for a leased adapter, True for an absent one.
+
+        Raises:
+            OSError: the adapter cannot be removed.
+        """
         with self.leases.guard(digest):
             if self.leases.holders(digest):
                 return False
-            # Before the adapter: what a killed process leaves then belongs to an adapter, which the next removal finds.
+            # These files go before the adapter. If this process is killed in between, the files that are left belong to
+            # an adapter that is still there, whose next removal takes them along.
             shutil.rmtree(self.layout.folder("leases") / digest, ignore_errors=True)
             for path in filter(None, (_index_of(self.layout, digest), self.layout.folder("uses") / digest)):
                 path.unlink(missing_ok=True)
@@ -158,7 +172,10 @@ class Evictor:
 
 
 def _index_of(layout: Layout, digest: str) -> Path | None:
-    """The index file of an adapter, by the adapter's manifest; None where unknown, or of another digest."""
+    """The index file that leads to an adapter, by the adapter's manifest.
+
+    None where the manifest is unreadable, or the file names another digest, which must stay.
+    """
     with contextlib.suppress(InvalidAdapter, SourceUnavailable, OSError):
         manifest = Manifest.read(layout.adapter(digest))
         index = layout.index(manifest.uri, manifest.version, manifest.converted.form if manifest.converted else "")
@@ -176,7 +193,10 @@ def damaged_in(layout: Layout) -> set[str]:
 
 
 def pending_bytes(layout: Layout, *, besides: Path | None = None) -> tuple[int, int]:
-    """Bytes that running downloads, but that of the directory `besides`, take in the end; and those still to come."""
+    """The bytes that running downloads will take in the end, and the part of these bytes that is not on disk yet.
+
+    The download into the directory `besides` does not count.
+    """
     pending = coming = 0
     for temporary in layout.temporaries():
         if temporary.needed_bytes and temporary.path != besides and temporary.path.is_dir():

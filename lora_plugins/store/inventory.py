@@ -1,10 +1,11 @@
-"""Published adapters with sizes and last uses: read for people, or kept in memory, for eviction beside 50,000 entries.
+"""Published adapters (entries) of a store with their sizes and last uses, for commands and for eviction.
 
-`entries` reads all from the disk, for commands. `Inventory` runs in threads of API servers, for the eviction. Other
-processes publish and remove too, so every look lists the store's root and reads only the new entries. The size of a
-digest never changes: the file `.sizes` keeps sizes for the next process to start with. Last uses only grow, so eviction
-looks again at the oldest known use before the entry counts as the oldest. Exception: a process that ends a lease may
-set a time back, which other processes see within ten minutes.
+`entries` reads all from the disk, for commands. `Inventory` keeps sizes and uses in memory, so that eviction is quick
+in a store of 50,000 entries; it runs in threads of API servers. Other processes publish and remove too, so every look
+lists the store's root and reads only the new entries. The size of a digest never changes: the file `.sizes` keeps sizes
+for the next process to start with. The time of an adapter's last use only grows, so eviction reads the time of the
+oldest known entry again before removing the entry. Exception: a process that ends a lease may set a time back, which
+other processes see within ten minutes.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from lora_plugins.store.durable_files import write_small
 from lora_plugins.store.layout import SIZES_FILE, Layout, files_bytes, is_digest
 from lora_plugins.store.manifest import Manifest
 
-_UNWRITTEN = 500  # sizes that the next process may have to read again: about 50 ms
-_ORDER_KEPT_S = 600.0
+_UNWRITTEN = 500  # `.sizes` may lack so many sizes, which the next process then reads itself in about 50 ms
+_ORDER_KEPT_S = 600.0  # other processes may set times of use back; all are read again after this time
 _Size = Annotated[int, Meta(ge=0)]
 
 
@@ -38,6 +39,7 @@ class Entry:
 
     Attributes:
         used_at: the last use, in seconds since the epoch; 0 where unknown.
+        size_bytes: of the source's files by the manifest; without a readable manifest, of the files on disk.
         manifest: None where the manifest cannot be read.
     """
 
@@ -81,13 +83,13 @@ class Inventory:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._lock = threading.RLock()
-        self._sizes_bytes: dict[str, int] | None = None
+        self._sizes_bytes: dict[str, int] | None = None  # by digest; None before the first look
         self._total_bytes = 0
-        self._unwritten = 0
-        self._unreadable: set[str] = set()
+        self._unwritten = 0  # sizes that are not in the file `.sizes` yet
+        self._unreadable: set[str] = set()  # digests whose manifest could not be read
         self._uses: dict[str, float] = {}  # by digest, as last seen
         self._order: list[tuple[float, str]] = []  # a heap of `_uses`, with outdated times among them
-        self._ordered_at = float("-inf")
+        self._ordered_at = float("-inf")  # when `order` last read all uses, in seconds of time.monotonic()
 
     def look(self) -> int:
         """Take up adapters published or removed since the last look, by any process; returns the bytes of all adapters.
@@ -101,10 +103,11 @@ class Inventory:
                 sizes = self._sizes_bytes = self._read()
                 self._total_bytes = sum(sizes.values())
             listed = os.listdir(self._layout.root)
-            # An unreadable manifest may be readable now: read the size again.
+            # An unreadable manifest may be readable now: forgotten here, the adapter is read again below.
             for digest in self._unreadable.copy():
                 self.forget(digest)
             others = list(itertools.filterfalse(sizes.__contains__, listed))
+            # Fewer known digests are listed than are known: some are gone. The difference of sets is built only then.
             if len(listed) - len(others) < len(sizes):
                 for digest in sizes.keys() - listed:
                     self.forget(digest)
@@ -114,16 +117,20 @@ class Inventory:
                 sizes[digest] = entry.size_bytes
                 self._total_bytes += entry.size_bytes
                 self._unwritten += 1
-                if entry.manifest is None:  # perhaps only for now; the sizes of its files are a guess
+                if entry.manifest is None:  # perhaps only for now; until then, the size is that of the files on disk
                     self._unreadable.add(digest)
-                if self._ordered_at > float("-inf"):
+                if self._ordered_at > float("-inf"):  # the first `order` reads all uses anyway
                     self.note_use(digest, entry.used_at)
             if self._unwritten > _UNWRITTEN:
                 self._write(sizes)
             return self._total_bytes
 
     def readable(self) -> tuple[int, int]:
-        """How many adapters with a readable manifest a look finds, and their bytes; raises OSError as `look`."""
+        """Look again; return how many adapters have a readable manifest, and the bytes of these adapters.
+
+        Raises:
+            OSError: the store cannot be read.
+        """
         with self._lock:
             total_bytes = self.look()
             unreadable = [self.size_bytes(digest) for digest in self._unreadable]
@@ -134,6 +141,7 @@ class Inventory:
         return (self._sizes_bytes or {}).get(digest, 0)
 
     def forget(self, digest: str) -> None:
+        """Take an adapter out of the inventory; an unknown digest is no error. The next look adds a present adapter."""
         with self._lock:
             self._total_bytes -= (self._sizes_bytes or {}).pop(digest, 0)
             self._uses.pop(digest, None)
@@ -146,23 +154,24 @@ class Inventory:
             heapq.heappush(self._order, (used_at, digest))
 
     def oldest(self, is_kept: Callable[[str], bool]) -> Iterator[str]:
-        """The adapters of the last look, least recently used first, without adapters that `is_kept`."""
+        """The adapters of the last look, least recently used first, but those for which `is_kept` answers True."""
         self.order()
-        passed: dict[str, float] = {}
+        passed: dict[str, float] = {}  # taken from the heap by this iteration, and put back at its end
         try:
             while self._order:
                 with self._lock:
                     used_at, digest = heapq.heappop(self._order)
+                    # The adapter is gone, the time is outdated, or the heap has the same time twice.
                     if digest not in (self._sizes_bytes or {}) or self._uses.get(digest) != used_at or digest in passed:
                         continue
                     if not is_kept(digest):
-                        # Another process may have used the adapter since: put the newer time back into the heap.
+                        # Another process may have used the adapter since: put the adapter back with the newer time.
                         now = last_use(self._layout, digest)
                         if now > used_at:
                             self.note_use(digest, now)
                             continue
                     passed[digest] = used_at
-                if not is_kept(digest):
+                if not is_kept(digest):  # asked again: the read from the disk took time, and a lease may be new
                     yield digest
         finally:
             with self._lock:
@@ -188,7 +197,7 @@ class Inventory:
 
     def _write(self, sizes: dict[str, int]) -> None:
         known = {digest: size for digest, size in sizes.items() if digest not in self._unreadable}
-        with contextlib.suppress(OSError):  # the next process reads them again
+        with contextlib.suppress(OSError):  # the next process then reads the sizes from the manifests
             temporary = self._layout.new_temporary("sizes")
             write_small(self._layout.root / SIZES_FILE, [json.encode(known).decode()], temporary, is_durable=False)
         self._unwritten = 0

@@ -5,7 +5,8 @@ version, and functions that fetch and check the files; out come directories belo
 process removes them while an engine reads them. Waiting is asynchronous and file work runs in threads, as an event loop
 serves requests meanwhile.
 
-`entries.py` says which published adapters are whole, `leases.py` who uses them, `eviction.py` what goes to make room.
+`entries.py` says which published adapters are whole, `leases.py` explains leases and their holders, and `eviction.py`
+removes adapters to make room.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from lora_plugins.store.processes import Processes
 from lora_plugins.store.sweep import sweep, sweep_temporaries
 
 _T = TypeVar("_T", bound=CheckedAdapter)
-_PAGE_BYTES, _OWN_PAGES = 4096, 3  # each file takes whole pages; manifest, index and a canonical configuration too
+# Each file takes whole pages. The store adds three small files: manifest, index and a canonical configuration.
+_PAGE_BYTES, _OWN_PAGES = 4096, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class StoredAdapter(Generic[_T]):
     """A published adapter; an engine may read `directory` during a lease.
 
     Attributes:
-        arrived: the result of the check, where this call has fetched the adapter.
+        arrived: the result of the check, where this call has fetched the adapter; None for an adapter found here.
     """
 
     digest: str
@@ -63,7 +65,7 @@ class StoredAdapter(Generic[_T]):
 class Store(Entries):
     """Adapters below one root, which processes and hosts may share.
 
-    The budget is `max_bytes`, or else a share of the file system.
+    The budget is `max_bytes`, or where None, a share of the file system.
 
     Raises at construction:
         InvalidSettings: the file system has no working locks, or the store is another user's.
@@ -78,11 +80,12 @@ class Store(Entries):
         self.published = Published(self.layout)
         self.blocks = Blocks(self.layout)
         self.inventory = Inventory(self.layout)
-        self.max_bytes, kept_free_bytes = max_bytes or 0, 0
-        if max_bytes is None:
-            self.max_bytes, kept_free_bytes = share_of_disk(self.layout, self.inventory)
+        self.max_bytes, kept_free_bytes = (
+            share_of_disk(self.layout, self.inventory) if max_bytes is None else (max_bytes, 0)
+        )
         self.evictor = Evictor(self.layout, self.leases, self.inventory, kept_free_bytes)
-        # Ends leases of this process that nobody uses at the moment, because a fetch needs their room.
+        # Ends leases of this process that nobody uses at the moment, because a fetch needs the room. None: nothing to
+        # end, as in a command.
         self.relieve: Callable[[], Awaitable[None]] | None = None
         self._fetch_timeout_s = fetch_timeout_s
         sweep_all = partial(sweep, self.layout, self.processes, self.leases, self.inventory)
@@ -91,16 +94,19 @@ class Store(Entries):
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            sweep_all()  # what dead processes have left takes inodes
+            sweep_all()  # files that dead processes have left take inodes: try once more without these
             self._try()
         sweep_all()
 
     def find_leased(
         self, uri: str, version: str, names: Collection[str], holder: Hashable, form: str = ""
     ) -> StoredAdapter[Any] | None:
-        """Lease the published adapter of this version, as the source has it or in an engine's form.
+        """Lease the published adapter of this version, in the engine's `form`, or where empty, as the source has it.
 
-        None unless the adapter is complete, with exactly the files `names`. Raises the errors of `acquire`.
+        None unless the adapter is complete, with exactly the files `names`.
+
+        Raises:
+            OutOfMemory, SourceUnavailable: as `acquire`.
         """
         with store_errors():
             try:
@@ -122,7 +128,7 @@ class Store(Entries):
         """Find this version, or fetch, check and publish the version; either way, lease the adapter for `holder`.
 
         `fetch` writes the files. `check` raises where the files are no adapter that can be served. `converted` says how
-        the files differ from the source's.
+        the files differ from the source's; None where they do not.
 
         Raises:
             NoFreeSlot, OutOfMemory: there is no room, even after removing adapters without a lease from a full disk.
@@ -152,7 +158,7 @@ class Store(Entries):
         try:
             with store_errors():
                 return await find_or_fetch()
-        except FullDisk:  # others have written meanwhile, or pages or inodes are lacking: look at the disk once more
+        except FullDisk:  # others have written meanwhile, or pages or inodes are lacking: make more room and try again
             with store_errors():
                 return await find_or_fetch((len(sizes_bytes) + _OWN_PAGES) * _PAGE_BYTES)
 
@@ -160,10 +166,14 @@ class Store(Entries):
     async def reserve(
         self, needed_bytes: int, directory: Path | None = None, needed_files: int = 0
     ) -> AsyncIterator[None]:
-        """Inside, so many bytes have room; the name of `directory`, which is made and removed, announces the bytes.
+        """Inside, `needed_bytes` and the inodes of `needed_files` have room, which no other fetch takes.
+
+        The name of `directory`, a temporary directory, says to other processes how many bytes are reserved. The
+        directory is made on entry and removed on exit; None for one that the caller does not write into.
 
         Raises:
-            OutOfMemory: the bytes do not fit even into an empty store. NoFreeSlot: leases are in the way.
+            OutOfMemory: the bytes do not fit even into an empty store.
+            NoFreeSlot: leases are in the way.
         """
         if directory is None:
             directory = self.layout.new_temporary(self.processes.me(), needed_bytes)
@@ -175,7 +185,7 @@ class Store(Entries):
             await asyncio.shield(asyncio.to_thread(discard, directory))  # a second cancellation must leave no files
 
     def pressed_at(self) -> int:
-        """When a process last found no room for leases of others, in the file system's ns; 0 where none ever has."""
+        """When leases of others last left a fetch without room, in ns of the file system's clock; 0 for never."""
         return touched_ns(self.layout.root / PRESSURE_FILE)
 
     def acquire(self, digest: str, holder: Hashable = "") -> Path | None:
@@ -188,11 +198,14 @@ class Store(Entries):
         return self._acquire_if(self.is_whole, digest, holder)
 
     def acquire_sound(self, digest: str, holder: Hashable) -> Path | None:
-        """Do as `acquire`, and check the bytes of the digest. For a thread: the check may hash all files."""
+        """Do as `acquire`, and return None, too, where the bytes differ from the digest.
+
+        For a thread: the check may hash all files.
+        """
         return self._acquire_if(lambda digest: self.is_whole(digest) and self.is_sound(digest), digest, holder)
 
     def share(self, path: str, holder: Hashable) -> bool:
-        """Lease the adapter at `path` for `holder` too, if this process has leased the adapter; takes microseconds."""
+        """Lease the adapter at `path` for `holder` too; False where this process has no lease. Takes microseconds."""
         return self.leases.share(path.rpartition("/")[2], holder)
 
     def is_leased(self, holder: Hashable, path: Path) -> bool:
@@ -204,11 +217,13 @@ class Store(Entries):
     ) -> asyncio.Future[None] | None:
         """End the lease that `holder` has of the adapter at `path`; a holder without a lease is no error.
 
-        The store may remove the adapter once no lease is left, sooner with an earlier `used_at`, in seconds since 1970,
-        than with the time of its last lease. Callable from any thread; in the thread of an event
-        loop, another thread removes the lease file, because the disk may hang: the future is done after the removal.
+        The store may remove the adapter once no lease is left. `used_at`, in seconds since 1970, is the adapter's last
+        use; None for the time of the last lease, which is later, so that the adapter stays longer.
+
+        Callable from any thread. In the thread of an event loop, another thread removes the lease file, because the
+        disk may hang, and the future that is returned is done after the removal. None: the lease has ended already.
         """
-        digest, ending = Path(path).name, object()  # `ending` holds the lease until a thread has ended it
+        digest, ending = Path(path).name, object()  # `ending` is the lease's holder until a thread has ended the lease
         if self.leases.leave(digest, holder):
             return None
         try:
@@ -241,16 +256,17 @@ class Store(Entries):
             self.leases.release(digest, holder)
 
     def remove(self, digest: str) -> bool:
-        """Remove a published adapter unless it is leased; returns whether it is gone."""
+        """Remove a published adapter unless the adapter is leased; returns whether the adapter is gone."""
         return self.evictor.remove(digest)
 
     def _try(self) -> None:
         try_file_system(self.layout.new_temporary(self.processes.me()), folder=self.layout.folder("tmp"))
 
     async def _relieved(self, make: Callable[[], None]) -> None:
-        """Make room in a thread; where leases are in the way, first end unused leases of this process, then of others.
+        """Make room in a thread; where leases are in the way, end unused leases of this process and try once more.
 
-        Other processes see the mark `.pressure`, and end their unused leases before the next try of this fetch.
+        Where this is not enough, touch the file `.pressure`: other processes then end their unused leases, and a later
+        fetch may find room.
         """
         try:
             try:
@@ -266,8 +282,11 @@ class Store(Entries):
             raise
 
     def _make_room(self, needed_bytes: int, needed_files: int, directory: Path | None = None, kept: str = "") -> None:
-        """Make room, and the directory whose name announces the bytes, under one lock: the next fetch counts both."""
-        with self.leases.guard("room"):
+        """Make room, and the directory whose name announces the bytes, under one lock: the next fetch counts the bytes.
+
+        The adapter `kept` is not removed; empty for none.
+        """
+        with self.leases.guard("room"):  # no digest begins so: the lock is only for making room
             sweep_temporaries(self.layout, self.processes)
             self.evictor.make_room(needed_bytes, self.max_bytes, needed_files, own=directory, kept=kept)
             if directory is not None:
@@ -295,6 +314,7 @@ class Store(Entries):
         # After a power cut the index names no adapter, or an absent adapter: the next request fetches the version.
         write_small(index, [digest], temporary, is_durable=False)
         (self.layout.folder("uses") / digest).touch()
+        # A damaged copy that has the adapter's place goes there.
         damaged = self.layout.new_temporary(self.processes.me())
         try:
             with self.leases.guard(digest):  # lease before another fetch removes the adapter to make room
@@ -305,7 +325,7 @@ class Store(Entries):
         return StoredAdapter(digest, self.layout.adapter(digest), arrived)
 
     def _acquire_if(self, is_right: Callable[[str], bool], digest: str, holder: Hashable) -> Path | None:
-        """Lease an adapter, and then look whether it is right: without a lease it could go meanwhile."""
+        """Lease an adapter if `is_right(digest)`, which runs under the lease: the adapter must not go meanwhile."""
         with store_errors():
             if not self._lease(digest, holder):
                 return None
@@ -318,11 +338,12 @@ class Store(Entries):
             return self.layout.adapter(digest) if is_kept else None
 
     def _lease(self, digest: str, holder: Hashable) -> bool:
+        """Lease an adapter and note its use now; False where the adapter is not in the store."""
         try:
             with store_errors():
                 is_leased = self.leases.acquire(digest, holder)
         except FullDisk:  # the file of a lease needs an inode
-            self._make_room(0, 0, kept=digest)
+            self._make_room(needed_bytes=0, needed_files=0, kept=digest)
             is_leased = self.leases.acquire(digest, holder)
         if not is_leased:
             return False
@@ -353,7 +374,12 @@ def open_store(settings: Settings) -> Store:
 def _checked(
     wanted: DownloadSpec, download: PartialDownload, check: Callable[[Path], _T]
 ) -> tuple[_T, tuple[StoredFile, ...]]:
-    """Return the result of `check`, and the files with their digests; the files are then durable."""
+    """Return the result of `check`, and the files with their digests; the files are then durable.
+
+    Raises:
+        SourceUnavailable: sizes or digests differ from those that the source promised.
+        Anything that `check` raises.
+    """
     # Hashing, verifying and writing to the disk use different resources, so they run at the same time.
     syncing = start_syncing([download.directory / name for name, _, _ in wanted.promised])
     download.complete()
@@ -362,7 +388,8 @@ def _checked(
     finally:
         wait(syncing)  # before any error rises: a sync must not meet a directory that `reserve` removes
         files = download.finish()
-        _check_promised(files, wanted)  # also before an error of `check`, which may only have met damaged bytes
+        # Also after an error of `check`: bytes other than promised are the cause then, and the error to raise.
+        _check_promised(files, wanted)
     for synced in syncing:
         synced.result()
     return arrived, files
