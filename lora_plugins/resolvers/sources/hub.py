@@ -5,8 +5,9 @@ resolves a revision to a commit with one request; fetches and the store's versio
 moves meanwhile changes nothing. `huggingface_hub` handles tokens, LFS and Xet. Served repositories: `hub_repos.py`; the
 download of a file: `hub_files.py`; errors: `hub_failures.py`.
 
-Branches and tags reach the commits that an owner has published. The Hub also finds commits of pull requests, which
-anybody can open, by hash or by other spellings of `refs/pr/7`, so every commit is compared with branches and tags.
+A commit is published if a branch or a tag reaches the commit: only the owner can move these. The Hub also finds commits
+of pull requests, which anybody can open, by hash or by other spellings of `refs/pr/7`, so every commit is compared with
+branches and tags.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ _T = TypeVar("_T")
 _threads = OwnThreads("lora-plugins-hub")
 _REQUEST_TIMEOUT_S = 10.0
 _ATTEMPTS = 4
-_REMEMBERED_COMMITS = 10_000
+_REMEMBERED_COMMITS = 10_000  # published commits that a source remembers
 _REMEMBERED_S = 3600.0
 
 
 def configured(settings: Settings, _: MayLead) -> HubSource:
-    """The source of `VLLM_LORA_RESOLVER_HF_REPO_LIST`.
+    """The source of `VLLM_LORA_RESOLVER_HF_REPO_LIST`; the second argument, about symlinks, is for other sources.
 
     Raises:
         InvalidSettings: a malformed entry of the list, or a server that takes repositories from ModelScope.
@@ -85,15 +86,16 @@ def configured(settings: Settings, _: MayLead) -> HubSource:
 class HubSource:
     """The repositories of an allow-list.
 
-    `Absence` covers a missing repository, revision or folder, and a folder without adapter files. To anonymous clients
-    the Hub does not show whether a repository is missing or private (401). Where an entry of the list names the
-    repository, 401 is L006, because the operator wants the repository served and forgot the token; where only `org/*`
-    matches, the answer is absence, because anybody can ask for any name of the organisation. With a token the Hub
-    answers 404 in both cases, which is absence.
+    The answer is `Absence` for a missing repository, revision or folder, and for a folder without adapter files. To
+    clients without a token the Hub answers 401 for a missing repository and for a private one. Where an entry of the
+    list names the repository, 401 is the error L006, because the operator wants the repository served and forgot the
+    token; where only `org/*` matches, the answer is absence, because anybody can ask for any name of the organisation.
+    With a token the Hub answers 404 for both, which is absence.
 
-    Unpublished commits are absent, unless an entry pins the revision.
+    Unpublished commits are absent, unless an entry of the list pins the revision (`hub_repos.py`).
 
-    A renamed repository is followed where an entry names it, and is absent under `org/*`: it may have left `org`.
+    A renamed repository is followed where an entry names the old name, and is absent under `org/*`: the repository may
+    have another owner now.
     """
 
     label = "hub"
@@ -123,7 +125,7 @@ class HubSource:
         self._token = token
         self._cache_dir = cache_dir
         self._api = HfApi(endpoint=endpoint, token=token)
-        # Published commits, by repository, revision and commit.
+        # True for each published commit, by repository, requested revision and commit.
         self._published: TTLCache[tuple[str, str, str], bool] = TTLCache(_REMEMBERED_COMMITS, _REMEMBERED_S)
 
     def __str__(self) -> str:
@@ -137,7 +139,7 @@ class HubSource:
             SourceUnavailable: the Hub does not answer or denies, or is offline without the adapter in its cache.
         """
         target = self._repos.match(name)
-        if isinstance(target, str):
+        if isinstance(target, str):  # the reason for which no entry allows the name
             return Absence(self.label, "", target, was_asked=False)
         with describing(place=self._place(target.uri, target.revision)):
             found = await self._find(target)
@@ -171,8 +173,8 @@ class HubSource:
                 await asyncio.gather(*tasks)
             await asyncio.to_thread(discard_scratch, download.directory)
         except (AdapterNotFound, RemoteFailure) as error:
-            # Without a token the Hub answers 401 for a repository that has gone since it was located: a look-up knows
-            # whether somebody may be told.
+            # Without a token the Hub answers 401 (HIDDEN) also for a repository that was deleted after `locate`. So
+            # have the caller locate again: `_find` decides between absence and an error.
             if isinstance(error, RemoteFailure) and error.kind is not FailureKind.HIDDEN:
                 raise
             raise VersionChanged(
@@ -180,7 +182,8 @@ class HubSource:
                 expected="the commit that was there",
                 remedy="ask again",
             ) from None
-        # Wait for every task: a task must not write into a directory that the store removes.
+        # Wait for every task: a task must not write into a directory that the store removes. `stop` ends a download in
+        # a thread, which a cancellation does not reach.
         finally:
             stop.set()
             for task in tasks:
@@ -188,14 +191,14 @@ class HubSource:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def probes(self, name: str) -> list[AdapterName]:
-        """A name of each entry in the list, `name` in the place of `*`; none where the Hub is not asked."""
+        """A name for each entry in the list, with `name` in the place of `*`; none in offline mode."""
         entries = () if constants.HF_HUB_OFFLINE else self._repos.entries
         return [AdapterName("/".join((it.authority, *(it.segments or (name,)))), it.revision) for it in entries]
 
     async def names(self, base_model_name: str) -> Listing:  # noqa: ARG002
         """The adapters in repositories that the list names; `org/*` entries are not listed.
 
-        Offline, the adapters that the Hub's cache has whole, of `org/*` entries too.
+        In offline mode, the adapters that the Hub's cache has whole, also those of `org/*` entries.
         """
         if constants.HF_HUB_OFFLINE:
             cached = await self._call(lambda: sorted(self._cached_names()), "names")
@@ -203,7 +206,7 @@ class HubSource:
         names: set[str] = set()
         gaps, end = [], f"/{CONFIG_FILE}"
         for entry in self._repos.entries:
-            if not entry.segments:
+            if not entry.segments:  # `org/*`
                 gaps.append(f"{shown(entry)}: all of an owner's repositories")
                 continue
             target = HubTarget(replace(entry, revision=None), entry.revision or DEFAULT_REVISION, explicit=True)
@@ -213,36 +216,41 @@ class HubSource:
                 gaps.append(f"{target}: {error.found}")
                 continue
             files = [file.rfilename for file in info.siblings or ()]
+            # The whole subfolder, at any depth: each folder with a configuration is an adapter.
             below = [f"{target.uri.repo}/{file}" for file in files if file.startswith(_join(target.uri.subfolder, ""))]
             names.update(file.removesuffix(end) for file in below if file.endswith(end))
         return Listing(tuple(sorted(names)), tuple(gaps))
 
     async def _find(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | Absence:
-        """The commit, and the adapter files in the folder at the commit."""
+        """The commit, and the adapter files in the folder at the commit.
+
+        Raises:
+            SourceUnavailable: as `locate`.
+        """
         where = str(target)
         place = self._place(target.uri, target.revision)
         try:
             async with deadline(self._locating.timeout_s, f"an answer of the Hub for {where}") as state:
                 info = await self._locating.run(lambda: self._call(partial(self._info, target), where), state)
-                # After the first request: a name that the Hub does not have needs no second request.
-                is_foreign = not await self._is_published(target, info.sha or "", state)
+                # Only after `_info` has answered: a name that the Hub does not have needs no second request.
+                is_unpublished = not await self._is_published(target, info.sha or "", state)
         except AdapterNotFound as error:
             return Absence(self.label, place, error.found)
         except RemoteFailure as error:
             if error.kind is FailureKind.HIDDEN and not target.explicit:
                 return Absence(self.label, place, error.found, error.remedy)
-            # Only offline: with a network, the Hub's answer counts, and not an old cache.
+            # Offline mode reads the cache. Without offline mode, the Hub's answer counts, and not an old cache.
             cached = await asyncio.to_thread(self._cached, target) if error.kind is FailureKind.OFFLINE else None
             if cached is None:
                 raise
             return cached
         if not info.sha or info.siblings is None:
             raise _incomplete(where)
-        # The Hub redirects old names of repositories silently.
+        # The Hub answers for the new name of a renamed repository without saying so.
         if info.id != target.uri.repo and not target.explicit:
             detail = f"a repository that is now called {info.id}"
             return Absence(self.label, place, detail, "name the repository itself in the list")
-        if is_foreign:
+        if is_unpublished:
             detail = f"a commit that no branch or tag reaches, {info.sha[:12]}"
             return Absence(self.label, place, detail, "pin this very revision in the list")
         files = _files(info.siblings, target.uri.subfolder, where)
@@ -254,20 +262,21 @@ class HubSource:
     async def _is_published(self, target: HubTarget, commit: str, state: Deadline) -> bool:
         """Whether the owner has published the commit; a positive answer is remembered for an hour."""
         key = (target.uri.repo, target.revision, commit)
-        # The main branch, branches and tags show only the owner's commits; a pinned revision is the operator's choice.
+        # `main` and spelled-out branches and tags are the owner's; a pinned revision is the operator's choice.
         is_own = target.revision == DEFAULT_REVISION or target.revision.startswith(BRANCHES_AND_TAGS)
         if is_own or target.is_pinned or key in self._published:
             return True
         ask = partial(_reaches, self._api, target, commit)
         if not await self._locating.run(lambda: self._call(ask, str(target)), state):
             return False
-        # Only a yes is remembered: a branch or a tag may reach the commit at any moment.
+        # A negative answer is not remembered: a branch or a tag may reach the commit at any moment.
         self._published[key] = True
         return True
 
     async def _fetch_file(
         self, file: RepoFile, download: PartialDownload, stop: threading.Event, state: Deadline
     ) -> None:
+        """Copy one file from the Hub's cache, or else download the file."""
         where = f"{file.repo}@{file.commit[:12]}"
         directory = download.directory
         progressed = state.progressed_in_thread()
@@ -277,7 +286,7 @@ class HubSource:
         download.landed(file.source.name, file.source.size_bytes)
 
     async def _call(self, work: Callable[[], _T], where: str) -> _T:
-        """Call `huggingface_hub`, which cannot be interrupted, and map its errors."""
+        """Call `huggingface_hub` in a thread, as it blocks and cannot be interrupted, and map its errors."""
 
         def run() -> _T:
             try:
@@ -294,7 +303,7 @@ class HubSource:
         return self._token is not False
 
     def _info(self, target: HubTarget) -> ModelInfo:
-        # A third of the look-up's time, so that retries fit in; 10 s at least, where the look-up has as many.
+        # A third of the look-up's time, so that retries fit in; at least 10 s, but never more than the look-up has.
         locate_s = self._locating.timeout_s
         timeout_s = min(locate_s, max(_REQUEST_TIMEOUT_S, locate_s / 3))
         return self._api.model_info(target.uri.repo, revision=target.revision, files_metadata=True, timeout=timeout_s)
@@ -317,7 +326,10 @@ class HubSource:
                         yield name
 
     def _cached(self, target: HubTarget) -> tuple[str, tuple[SourceFile, ...]] | None:
-        """The commit and files in the Hub's cache; None where the cache lacks a part, which the Hub may have."""
+        """The commit and files of an adapter in the Hub's cache; None where the cache does not have the adapter whole.
+
+        The cache may lack files that the Hub has: those were never downloaded.
+        """
 
         def cached(names: Iterable[str]) -> dict[str, Path]:
             paths = {name: _join(target.uri.subfolder, name) for name in names}
@@ -333,6 +345,7 @@ class HubSource:
         for name, path in found.items():
             with contextlib.suppress(OSError):  # a file for chats that cannot be read is left out
                 files[name] = describe_cached(path, name)
+        # `OWN_FILES` are the configuration and files of weights: more than one means weights beside a configuration.
         has_weights = len(files.keys() & set(OWN_FILES)) > 1
         if CONFIG_FILE not in files or not has_weights or not files.keys() >= set(shards):
             return None
@@ -341,6 +354,7 @@ class HubSource:
 
 
 def _join(subfolder: str, name: str) -> str:
+    """The path of a file in a repository; for an empty `name`, the beginning that all paths in the subfolder have."""
     return f"{subfolder}/{name}" if subfolder else name
 
 
@@ -361,7 +375,8 @@ def _source_file(name: str, sibling: RepoSibling, where: str) -> SourceFile:
     if size_bytes is None:
         raise _incomplete(where)
     sha256 = lfs.sha256 if lfs is not None else ""
-    return SourceFile(name, size_bytes, sha256 or sibling.blob_id or "", sha256)  # ETags: SHA-256 of LFS, else git id
+    # The Hub's ETag is the SHA-256 for a file in LFS, and the id of git's blob for any other file.
+    return SourceFile(name, size_bytes, sha256 or sibling.blob_id or "", sha256)
 
 
 def _incomplete(where: str) -> SourceUnavailable:
@@ -373,7 +388,7 @@ def _incomplete(where: str) -> SourceUnavailable:
 def _reaches(api: HfApi, target: HubTarget, commit: str) -> bool:
     """Whether a branch or tag reaches the commit that the Hub has found for the target.
 
-    One request; further requests, for a branch's whole history each, only where `commit` is no branch's newest.
+    One request for branches and tags; one more for the whole history of each, only where none has `commit` as newest.
 
     Raises:
         Exception: any error of `huggingface_hub`.
@@ -384,7 +399,7 @@ def _reaches(api: HfApi, target: HubTarget, commit: str) -> bool:
         return True
     reached: set[str] = set()
     for ref in own:
-        # A branch inside another branch's history adds nothing.
+        # A branch or tag whose newest commit is in a history read before adds nothing.
         if ref.target_commit not in reached:
             reached.update(
                 made.commit_id for made in api.list_repo_commits(target.uri.repo, revision=ref.target_commit)

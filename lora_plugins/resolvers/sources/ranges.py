@@ -4,13 +4,13 @@ Runs on fsspec's loop thread for each fetch from an object store (`object_store.
 reader of one place; afterwards the bytes are in the directory of the download, hashed on the way.
 
 A broken range goes on at the byte at which the range broke off; a failed download leaves nothing to a later download.
-At most `parallel` ranges of one download are in flight, small files first, and at first one for each file: on a fast
-network a small adapter has arrived before more connections would be open. The turns that all downloads of a source
-share bound their memory: at most (turns) x (buffer of the reader), 8 x 256 KiB as `ObjectSource` configures S3 and
-HTTP.
+At most `parallel` ranges of one download are in flight, small files first. For the first moment (`_ALONE_S`), only one
+range for each file is in flight: on a fast network a small adapter has arrived before more connections would be open.
+All downloads of a source share a semaphore, whose permits are called turns; each read takes a turn. So their memory is
+at most (turns) x (buffer of the reader), 8 x 256 KiB as `ObjectSource` configures S3 and HTTP.
 
-Only passing failures are retried, with exponential backoff and jitter; a download ends only after a silence of
-`timeout_s`. Errors of the disk are raised unchanged, without a retry.
+Only failures that may pass (`Transient`) are retried, with exponential backoff and jitter; a slow download is given up
+only after `timeout_s` without a byte. Errors of the disk are raised unchanged, without a retry.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lora_plugins.store.partial_download import PartialDownload
 _REPORT_EVERY_BYTES = 1 << 20
 # A try with this many bytes does not count as a failed attempt: a line that breaks every few MB still finishes.
 _PROGRESS_BYTES = 64 << 10
-# Seconds with one connection for each file: where these suffice, more connections would only slow them down.
+# Seconds with one connection for each file: where a download ends in this time, more connections would slow it down.
 _ALONE_S = 0.01
 
 
@@ -44,9 +44,10 @@ class RangeReader:
     """Reads ranges of files from one place.
 
     Attributes:
-        read: hands the bytes of a file from a start to an end to the last argument, in order; raises errors that
-            `remote_failures.py` maps.
-        checksums: of whole files, by name; a read removes one that its answer shows to be of other bytes.
+        read: called with a file, a start, an end (exclusive) and a `Write`, which gets the bytes in order; raises
+            errors that `remote_failures.py` maps.
+        checksums: of whole files, by name. A read removes a file's checksum where the answer shows that it is no
+            checksum of the plain bytes, as with the ETag of an encrypted object.
     """
 
     read: Callable[[SourceFile, int, int, Write], Awaitable[None]]
@@ -55,11 +56,11 @@ class RangeReader:
 
 @dataclass(frozen=True, slots=True)
 class DownloadLimits(Retries):
-    """Bounds of one download; retries are of one range, the time-out of a silence of the whole download.
+    """Bounds of one download; `attempts` count for each range, `timeout_s` is the longest time without any byte.
 
     Attributes:
         range_bytes: size of one range, and the most that a retry can cost.
-        parallel: ranges in flight.
+        parallel: the most ranges in flight.
     """
 
     range_bytes: int = 8 << 20
@@ -76,7 +77,12 @@ class _DiskError(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Range:
-    """A range of a file, and its progress."""
+    """A range of a file (a part), and its progress.
+
+    Attributes:
+        at: where the next byte goes, an offset in the file.
+        end: the offset behind the last byte.
+    """
 
     file: _RangedFile
     at: int
@@ -84,7 +90,10 @@ class _Range:
 
 
 class _RangedFile:
-    """One file on disk: its parts, the complete beginning, and the beginning's digest where a checksum is known."""
+    """One file on disk: its parts, and how many bytes from its start on are complete.
+
+    Where a checksum is known, a thread hashes the complete beginning as it grows.
+    """
 
     def __init__(
         self, source: SourceFile, download: PartialDownload, range_bytes: int, checksum: Checksum | None
@@ -103,11 +112,17 @@ class _RangedFile:
         self.parts = [_Range(self, start, min(start + step, size)) for start in range(0, size, step)]
         # Full length from the start, because ranges arrive in any order.
         os.ftruncate(self.descriptor, size)
-        self._first = 0  # the first part that is not complete
-        self._reported = 0
+        self._first = 0  # the index of the first part that is not complete
+        self._reported = 0  # bytes of the complete beginning at the last report
         self._digest = GrowingFile(self._path, self.checksum.digest()) if self.checksum is not None else None
 
     def write(self, part: _Range, data: bytes) -> None:
+        """Write the next bytes of a part.
+
+        Raises:
+            ValueError: more bytes than the range has.
+            _DiskError: the disk refuses.
+        """
         if len(data) > part.end - part.at:
             raise ValueError("more bytes than the range has")
         rest = memoryview(data)
@@ -121,7 +136,7 @@ class _RangedFile:
         self._report()
 
     def _report(self) -> None:
-        """Report the complete beginning of the file to the hashing threads."""
+        """Report the complete beginning of the file to the hashing threads, once a MiB, and at the end."""
         while self._first < len(self.parts) and self.parts[self._first].at == self.parts[self._first].end:
             self._first += 1
         whole = self._first == len(self.parts)
@@ -134,7 +149,10 @@ class _RangedFile:
             self._digest.landed(landed)
 
     def damage(self) -> str:
-        """The digest of a complete file that differs from its checksum; empty for a sound file. For a thread: waits."""
+        """The digest of a complete file, if it differs from the checksum; empty for a sound file or without a checksum.
+
+        For a thread: the call waits for the hashing thread.
+        """
         if self._digest is None or self.checksum is None:
             return ""
         found = self._digest.finish()[1]
@@ -155,9 +173,10 @@ async def download_ranges(
     turns: asyncio.Semaphore,
     limits: DownloadLimits,
 ) -> None:
-    """Write `files` to `download.directory`, all together; each range takes one of `turns` for the time of a read.
+    """Write `files` to `download.directory`, in parallel; each read of a range takes one of `turns`.
 
-    A file with a checksum of `reader` is compared with it, and fetched once more after a difference.
+    A file with a checksum in `reader.checksums` is compared with the checksum, and fetched once more after a
+    difference.
 
     Raises:
         VersionChanged: a file changed or vanished meanwhile.
@@ -166,7 +185,8 @@ async def download_ranges(
     """
     opened: list[_RangedFile] = []
     try:
-        opened.extend(  # after an error, with the files before
+        # A generator: where one file cannot be opened, `opened` has the files before, which `finally` closes.
+        opened.extend(
             _RangedFile(source, download, limits.range_bytes, reader.checksums.get(source.name))
             for source in sorted(files, key=lambda file: file.size_bytes)
         )
@@ -174,8 +194,8 @@ async def download_ranges(
             await _fetch(opened, reader, turns, limits, state)
             damaged = await asyncio.to_thread(_damaged, opened, reader)
             if damaged:
-                # The hashing threads have seen damaged bytes; stopping the threads may wait for a disk, hence the
-                # thread.
+                # The download's hashing threads have seen damaged bytes, so all begin again. In a thread: stopping them
+                # may wait for a disk.
                 await asyncio.to_thread(download.start_over)
                 for file in damaged:
                     file.begin()
@@ -191,6 +211,7 @@ def _close(files: Sequence[_RangedFile]) -> None:
 
 
 def _damaged(files: Sequence[_RangedFile], reader: RangeReader) -> list[_RangedFile]:
+    # A read may have removed the file's checksum from `reader.checksums`: then no comparison is possible.
     return [file for file in files if file.source.name in reader.checksums and file.damage()]
 
 
@@ -221,7 +242,7 @@ async def _fetch(
     try:
         if tasks:
             await asyncio.wait(tasks, timeout=_ALONE_S, return_when=asyncio.FIRST_EXCEPTION)
-            more = min(limits.parallel - len(tasks), len(waiting))
+            more = min(limits.parallel - len(tasks), len(waiting))  # 0 where all parts are taken
             tasks += [asyncio.create_task(work()) for _ in range(more)]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
@@ -236,6 +257,12 @@ async def _fetch(
 async def _fetch_part(
     part: _Range, reader: RangeReader, turns: asyncio.Semaphore, limits: DownloadLimits, state: Deadline
 ) -> None:
+    """Fetch a part, from where the last read broke off, until the part is complete.
+
+    Raises:
+        LoRAPluginsError, OSError: as `download_ranges`.
+    """
+
     async def read_on() -> None:
         began = part.at
         try:
@@ -243,16 +270,23 @@ async def _fetch_part(
                 await _read(part, reader, state)
         except Transient as error:
             if part.at - began < _PROGRESS_BYTES:
-                raise
+                raise  # for `limits.run`, which counts the attempt
             state.last_failure = error
             await asyncio.sleep(limits.wait_s)
 
-    while part.at < part.end:  # a read with progress counts as no attempt
+    # After a read with progress, `read_on` returns without an error: `run` begins to count attempts again.
+    while part.at < part.end:
         await limits.run(read_on, state)
 
 
 async def _read(part: _Range, reader: RangeReader, state: Deadline) -> None:
-    """Read the rest of a part."""
+    """Read the rest of a part, and map errors.
+
+    Raises:
+        VersionChanged: the object has changed or is gone.
+        RemoteFailure: any other failure of the source.
+        OSError: the disk refuses.
+    """
     name = part.file.source.name
 
     def write(data: bytes) -> None:

@@ -5,8 +5,8 @@ RemoteFailure, whose `FailureKind` says whether a retry may help. `diagnose` kno
 and fsspec; the Hub's libraries have `hub_failures.py`. A test fails for an exception type of the libraries without a
 kind. Unknown failures are never retried and never taken for "no such adapter".
 
-Texts have the kind of failure, the HTTP status and the store's error code, never its message or address, and errors are
-raised `from None`: message and address may carry a signed URL.
+The texts of errors have the kind of failure, the HTTP status and the object store's error code, never the object
+store's message or address, which may carry a signed URL; errors are raised `from None` for the same reason.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from typing import Any
 from lora_plugins.errors import AdapterNotFound, LoRAPluginsError, SourceUnavailable
 from lora_plugins.resolvers.sources.source import VersionChanged
 
-_MAX_WAIT_S = 30.0
+_MAX_WAIT_S = 30.0  # the longest wait before a retry, whatever the source asks for
 
 
 class FailureKind(Enum):
-    """A kind of failure: the text (`{source}` is the kind of source), the remedy, and whether a retry may help."""
+    """A kind of failure: the text, the remedy, and whether a retry may help.
+
+    `{source}` in the text stands for the kind of source, such as "an object store".
+    """
 
     MISSING = ("no such object", "upload the adapter again", False)
     NO_BUCKET = ("no such bucket", "create the bucket or correct the URL template", False)
@@ -59,13 +62,13 @@ class FailureKind(Enum):
 
 
 class RemoteFailure(SourceUnavailable):
-    """A remote source did not answer; an immediate retry would not help."""
+    """A remote source did not answer as asked; an immediate retry may help only where the failure is `Transient`."""
 
     kind = FailureKind.UNKNOWN
 
 
 class Transient(RemoteFailure):
-    """A failure that may pass; `wait_s`: seconds that the source asks clients to wait, if any."""
+    """A failure that may pass; `wait_s`: seconds that the source asks clients to wait, None where it does not ask."""
 
     wait_s: float | None = None
 
@@ -76,7 +79,10 @@ class BrokenAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failure; `detail` is the HTTP status or exception type that shows the kind."""
+    """A failure; `detail` is the HTTP status or exception type that shows the kind, for the error's text.
+
+    `retry_after_s` is None where the source does not say when to ask again.
+    """
 
     kind: FailureKind
     detail: str = ""
@@ -98,13 +104,15 @@ class Failure:
         if isinstance(error, RemoteFailure):
             error.kind = kind
         if isinstance(error, Transient) and self.retry_after_s:
-            # Wait half a minute at most, whatever the source asks for.
             error.wait_s = min(self.retry_after_s, _MAX_WAIT_S)
         return error
 
 
 def table_of(kinds: Mapping[FailureKind, str]) -> Mapping[str, FailureKind]:
-    """A table by name from the names of each kind; of classes too, so that no library is imported to recognise one."""
+    """Turn texts with the names of each kind, separated by blanks, into a table from name to kind.
+
+    Names are of exception classes (text, so that no library is imported to recognise a class), statuses or error codes.
+    """
     return {name: kind for kind, names in kinds.items() for name in names.split()}
 
 
@@ -121,11 +129,11 @@ _STANDARD = table_of(
 
 
 def kind_of(error_type: type[BaseException], table: Mapping[str, FailureKind]) -> FailureKind | None:
-    """The kind of an exception type, for instances without a better hint; None where unknown.
+    """The kind of an exception type, for instances without an HTTP status or error code; None where unknown.
 
     `table` has classes as `package.Class` with the outermost package; the most derived class counts.
     """
-    # By name and in the order of inheritance: a more derived class is more specific.
+    # `__mro__` is in the order of inheritance, the most derived class first.
     for cls in error_type.__mro__:
         name = f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
         kind = table.get(name) or _STANDARD.get(name)
@@ -135,8 +143,12 @@ def kind_of(error_type: type[BaseException], table: Mapping[str, FailureKind]) -
 
 
 def untrusted(error: BaseException | None) -> BaseException | None:
-    """TLS's error below a client's own error: a certificate, or the file of trusted certificates; None for others."""
-    # Other reasons of OpenSSL's, such as a damaged record, may pass. Of a missing file Python's error has no name.
+    """Find the error of a connection that is not trusted, among a client's error and its causes; None without one.
+
+    Either TLS refuses the certificate, or the file of trusted certificates is missing.
+    """
+    # Other errors of OpenSSL, such as for a damaged record, may pass. For a missing file of certificates, Python raises
+    # FileNotFoundError without a file name, unlike for any other missing file.
     is_certificate = isinstance(error, ssl.SSLError) and re.search(r"CERTIFICATE|VERSION|UNKNOWN_CA", str(error))
     is_bundle = isinstance(error, FileNotFoundError) and error.errno is not None and error.filename is None
     if error is None or is_certificate or is_bundle:
@@ -158,7 +170,10 @@ _BY_STATUS = table_of(
 
 
 def kind_of_status(status: int) -> FailureKind:
-    """The kind of an unexpected HTTP status; an unexpected success is the whole object in the place of a range."""
+    """The kind of an unexpected HTTP status.
+
+    An unexpected success is a broken answer: such as the whole object (200) in the place of a range (206).
+    """
     others = FailureKind.BROKEN_ANSWER if status < 300 else FailureKind.REFUSED if status < 500 else FailureKind.SERVER
     return _BY_STATUS.get(str(status), others)
 
@@ -179,10 +194,10 @@ class HttpStatus(Exception):
 
 
 class ObjectChanged(Exception):
-    """An answer with another version of the object."""
+    """An answer with another version of the object than the located one."""
 
 
-# Kinds of S3's own error codes, where the status shows less; of KMS's too, which begin with `KMS.`.
+# Kinds of S3's own error codes, where the status shows less. Codes of S3's key service lack their prefix `KMS.` here.
 _BY_CODE = table_of(
     {
         FailureKind.EXPIRED: "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired",
@@ -224,24 +239,26 @@ _TABLE = table_of(
             botocore.BotoCoreError botocore.MissingServiceIdError botocore.UndefinedModelAttributeError
             urllib3.LocationParseError aiohttp.InvalidURL fsspec.BlocksizeMismatchError
             """,
-        # For instances without a better hint in the answer that they carry.
+        # For instances that carry no answer with a status.
         FailureKind.REFUSED: """
             lora_plugins.HttpStatus botocore.ClientError aiohttp.ClientResponseError gcsfs.HttpError azure.AzureError
             """,
     }
 )
+# The system refuses the call itself, so the same call fails again.
 _PERMANENT_OS_ERRORS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EPERM, errno.ENAMETOOLONG})
 
 
 def kind_of_type(error_type: type[BaseException]) -> FailureKind | None:
-    """The kind of an exception type, for instances without a better hint; None where unknown."""
+    """The kind of an exception type of an object store's libraries, as `kind_of`; None where unknown."""
     return kind_of(error_type, _TABLE)
 
 
 def diagnose(error: BaseException) -> Failure:
     """Find the kind of a failure; an unknown failure is not retried, and never "no such object"."""
     cause = error.__cause__
-    # s3fs translates botocore's errors, and fsspec's HTTP raises FileNotFoundError for any failure: trust the cause.
+    # s3fs translates botocore's errors, and fsspec's HTTP raises FileNotFoundError for any failure: the cause knows
+    # more, unless the cause is such a FileNotFoundError itself.
     if cause is not None and isinstance(error, OSError) and not isinstance(cause, FileNotFoundError):
         found = diagnose(cause)
         if found.kind is not FailureKind.UNKNOWN:
@@ -252,7 +269,7 @@ def diagnose(error: BaseException) -> Failure:
         detail = f"HTTP {status} {code}" if code and code != str(status) else f"HTTP {status}"
         others = FailureKind.ENCRYPTED if code.startswith("KMS.") else kind_of_status(status)
         kind = _BY_CODE.get(code.removeprefix("KMS."), others)
-        # A proxy's 404 must not turn into "no such adapter".
+        # A 404 without S3's own error code is a proxy's, and must not turn into "no such adapter".
         if kind is FailureKind.MISSING and _must_have_code(error) and code in ("", str(status)):
             kind = FailureKind.BROKEN_ANSWER
         return Failure(kind, detail, retry_after_s)
@@ -265,26 +282,27 @@ def diagnose(error: BaseException) -> Failure:
 
 
 def map_error(error: BaseException, *, file: str = "") -> LoRAPluginsError:
-    """This package's error for any library's error: AdapterNotFound, VersionChanged or a RemoteFailure."""
+    """This package's error for an error of an object store's libraries; an error of this package stays as it is."""
     if isinstance(error, LoRAPluginsError):
         return error
     return diagnose(error).as_error("an object store", file=file)
 
 
 def _must_have_code(error: BaseException) -> bool:
-    """Whether S3 must state its error code: in all answers with a body. A 404 without a code comes from a proxy."""
-    operation = getattr(error, "operation_name", "")  # botocore's ClientError has one
+    """Whether S3 itself would state an error code: in answers with a body, so in all but answers to HEAD."""
+    operation = getattr(error, "operation_name", "")  # of botocore's ClientError, such as `HeadObject`
     return bool(operation) and not operation.startswith("Head")
 
 
 def _answer_of(error: BaseException) -> tuple[int, str, float | None] | None:
-    """The HTTP status, S3's error code and Retry-After of an error that carries an answer."""
+    """The HTTP status, S3's error code (or empty) and Retry-After in seconds of an answer; None without an answer."""
     if isinstance(error, HttpStatus):
         return error.status, error.error_code, error.retry_after_s
     response: Any = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore's ClientError
         meta = response.get("ResponseMetadata", {})
         code = str(response.get("Error", {}).get("Code", ""))
+        # botocore puts the status in the place of the code where the answer has no body; 400 where neither is known.
         status = meta.get("HTTPStatusCode") or (int(code) if code.isascii() and code.isdigit() else 400)
         return int(status), code, retry_after(meta.get("HTTPHeaders", {}).get("retry-after"))
     for attribute in ("status", "status_code", "code"):  # aiohttp; azure; gcsfs

@@ -17,7 +17,7 @@ and `..`, empty segments, backslashes, invisible characters, queries and fragmen
 there), user names and passwords, chains of fsspec (`zip://x::s3://y`), and percent-encoding of characters that need
 none. Scheme and host names are compared in lower case, all other parts unchanged.
 
-The code that opens a file judges symlinks below an allowed `file://` prefix.
+A path may have symlinks below an allowed `file://` prefix; `tree.py`, which opens the files, judges where they lead.
 """
 
 from __future__ import annotations
@@ -49,28 +49,32 @@ _NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _PORT = re.compile(r"(.*):([0-9]{1,5})")
 _ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
-# In other schemes a percent sign is a character of the key like any other, whatever its writer meant.
+# Schemes with percent-encoding. In keys of other schemes a percent sign stands for itself, but a writer may have meant
+# an encoding, so such keys are refused.
 _ENCODED = frozenset({"file", "hf", "http", "https"})
-_NAMED_ACCOUNT = frozenset({"abfs", "abfss"})  # container@account.dfs.core.windows.net: no user, but the address
+# The text before `@` is a container, and no user: container@account.dfs.core.windows.net.
+_NAMED_ACCOUNT = frozenset({"abfs", "abfss"})
 _REPO_PART = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?")
 BRANCHES_AND_TAGS = ("refs/heads/", "refs/tags/")
+# First segments of the Hub's own paths, such as datasets/org/name: no owners of models.
 _NOT_MODELS = frozenset({"models", "datasets", "spaces", "buckets", "kernels", "collections"})
+# Characters that never need percent-encoding (RFC 3986).
 _UNRESERVED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~")
 _PLAIN = "!$&'()*+,;=~-._"  # written unencoded, besides letters and digits
-_TWICE = re.compile(r"%[0-9A-Fa-f]{2}")
+_TWICE = re.compile(r"%[0-9A-Fa-f]{2}")  # an encoding that is left after decoding
 _KINDS_OF_REFS = {"pr", "convert", "heads", "tags"}  # in refs/<kind>/<name>, the long form of a revision
 
 
 def place_by_path(path: str) -> str:
-    """What vLLM reads for a path in one of vLLM's own calls: an absolute path; unchanged, a repository of the Hub."""
-    # A NUL is in no name of a repository: such a path is one of a directory, which cannot exist.
+    """What vLLM reads for a path in one of its own calls: a directory's absolute path, or a Hub repository as given."""
+    # No repository's name has a NUL, so a path with a NUL counts as a directory, which does not exist.
     if os.path.isabs(path) or path.startswith("~") or os.path.exists(path) or "\0" in path:
         return os.path.join(os.getcwd(), os.path.expanduser(path))
     return path
 
 
 def is_by_path(place: str | None) -> TypeGuard[str]:
-    """Whether a place is from `place_by_path`, and no URI."""
+    """Whether a place is one of `place_by_path`; False for a URI, and for None."""
     return place is not None and (place.startswith("/") or "://" not in place)
 
 
@@ -82,7 +86,7 @@ class SourceUri:
         scheme: in lower case; `BY_PATH` for a directory in one of vLLM's own calls.
         authority: bucket, access point's ARN, host, container or, on the Hub, organisation; empty for files.
         segments: of the path, decoded.
-        revision: on the Hub, the text behind `@`; None elsewhere.
+        revision: on the Hub, the text behind `@`, decoded; None without `@`, and elsewhere.
     """
 
     scheme: str
@@ -116,7 +120,10 @@ class SourceUri:
 
     @classmethod
     def of_path(cls, path: str) -> SourceUri:
-        """The URI of a directory by its absolute path in any spelling; only vLLM's own calls have such paths."""
+        """The URI of a directory with the scheme `BY_PATH`, from its absolute path; only for paths in vLLM's own calls.
+
+        The path needs no only spelling: doubled slashes count as one, and `.` and `..` stay.
+        """
         return cls(BY_PATH, "", tuple(filter(None, path.split("/"))))
 
     @classmethod
@@ -143,7 +150,7 @@ class SourceUri:
 
     @property
     def path(self) -> str:
-        """The segments, joined by slashes: a key in a bucket, or a file's path without the leading slash."""
+        """The segments, joined by slashes: a key in a bucket, or a directory's path without the leading slash."""
         return "/".join(self.segments)
 
     def is_below(self, prefix: SourceUri) -> bool:
@@ -156,7 +163,7 @@ class SourceUri:
         )
 
     def __str__(self) -> str:
-        safe = _PLAIN if self.scheme == "hf" else _PLAIN + "@"
+        safe = _PLAIN if self.scheme == "hf" else _PLAIN + "@"  # on the Hub, a plain `@` begins the revision
         parts = [quote(part, safe) if self.scheme in _ENCODED else part for part in self.segments]
         if self.revision is not None:
             parts[0] += "@" + quote(self.revision, "")
@@ -164,7 +171,7 @@ class SourceUri:
 
 
 def is_from(uri: str, place: str) -> bool:
-    """Whether a version's URI is the operator's `place`; the version's URI has no revision."""
+    """Whether a version's URI is the operator's `place`, apart from the revision, which a version's URI never has."""
     try:
         return replace(SourceUri.parse(place), revision=None) == SourceUri.parse(uri)
     except InvalidAdapter:
@@ -189,7 +196,7 @@ class AllowedUris:
             try:
                 parsed.append(SourceUri.parse(text))
             except InvalidAdapter as error:
-                # Without the text, which may have the password.
+                # The error does not quote the text, which may have a password.
                 raise InvalidSettings(
                     f"a prefix with {error.found} in LORA_PLUGINS_ALLOWED_URIS",
                     expected=error.expected,
@@ -198,10 +205,12 @@ class AllowedUris:
         return cls(tuple(parsed))
 
     def check(self, text: str) -> SourceUri:
-        """Read an allowed URI; an allowed Hub URI always names a repository.
+        """Read a URI, and refuse a URI that is not allowed, or without a path (on the Hub: without a repository).
+
+        A Hub revision that is neither branch nor tag is allowed only below a prefix with this revision.
 
         Raises:
-            InvalidAdapter: the URI is malformed, or not below any prefix.
+            InvalidAdapter: the URI is malformed, or not allowed.
         """
         uri = SourceUri.parse(text)
         below = [prefix for prefix in self.prefixes if uri.is_below(prefix)]
@@ -223,7 +232,10 @@ class AllowedUris:
 
 
 def is_foreign(revision: str) -> bool:
-    """Whether a revision's spelling shows neither a branch nor a tag: `refs/pr/7`, `refs/convert/…`."""
+    """Whether a revision is spelled as a reference that is no branch or tag: `refs/pr/7`, `refs/convert/…`.
+
+    False for a plain name and for a commit, whose spelling does not show who has made it.
+    """
     return revision.startswith("refs/") and not revision.startswith(BRANCHES_AND_TAGS)
 
 
@@ -240,14 +252,15 @@ def is_repo(text: str) -> bool:
 
 
 def split_access_point(path: str) -> tuple[str, str] | None:
-    """The ARN of the access point at the beginning of `path`, spelled with slashes, and the text behind the slash.
+    """Split `path` into the ARN of an access point, with its colons in the resource replaced by slashes, and the key.
 
-    None for another ARN.
+    None where `path` does not begin with the ARN of an access point.
     """
     match = _ARN.fullmatch(path)
     if match is None:
         return None
     is_multi = match["multi"] is not None
+    # Multi-region access points have no region, all others have one; `s3-outposts` and an outpost go together.
     if bool(match["region"]) == is_multi or bool(match["outposts"]) != bool(match["outpost"]):
         return None
     resource = f"accesspoint/{match['name']}{match['multi'] or ''}"
@@ -272,12 +285,13 @@ def split_bucket(uri: str) -> tuple[str, str]:
 
 
 def _split_authority(scheme: str, rest: str) -> tuple[str, str]:
-    """The authority of a URI, and the path without its leading slash."""
+    """The authority of a URI, and the path without its leading slash; `rest` is the URI without scheme and `://`."""
     access_point = None
     if scheme in ("s3", "s3a") and rest.startswith(ARN_PREFIX):
         access_point = split_access_point(rest)
         if access_point is None:
             raise _refused("an ARN that is no access point's", ACCESS_POINT)
+    # `zip://x::s3://y` is a chain of fsspec. An ARN has `::` too where the region is empty, so look behind the ARN.
     if "::" in (rest if access_point is None else access_point[1]):
         raise _refused("a chain of URIs", "one URI")
     if access_point is not None:
@@ -287,6 +301,11 @@ def _split_authority(scheme: str, rest: str) -> tuple[str, str]:
 
 
 def _authority(scheme: str, text: str) -> str:
+    """The authority in its only spelling: hosts of HTTP in lower case, and without the default port.
+
+    Raises:
+        InvalidAdapter: the authority is malformed, or carries credentials.
+    """
     if scheme == "file":
         if text.lower() not in ("", "localhost"):
             raise _refused("a host in a file URI", "file:///path")
@@ -307,6 +326,11 @@ def _authority(scheme: str, text: str) -> str:
 
 
 def _hub_uri(org: str, parts: list[str]) -> SourceUri:
+    """The URI of a repository of the owner `org` by the path's segments, or without segments, of the owner alone.
+
+    Raises:
+        InvalidAdapter: the URI is malformed.
+    """
     if org in _NOT_MODELS:
         raise _refused(f"a URI of the Hub's {org}", "hf://org/repo of a model")
     if not parts:
@@ -319,6 +343,7 @@ def _hub_uri(org: str, parts: list[str]) -> SourceUri:
     below = parts[1:]
     if at and not revision:
         raise _refused("nothing after '@'", "a revision there, or no '@'")
+    # A revision such as `refs/pr/7` has been split at its slashes.
     if revision == "refs" and len(below) >= 2 and below[0] in _KINDS_OF_REFS:
         revision, below = "/".join((revision, *below[:2])), below[2:]
     # The Hub's own spelling of a revision with slashes is one segment with %2F inside.
@@ -328,26 +353,33 @@ def _hub_uri(org: str, parts: list[str]) -> SourceUri:
 
 
 def _segment(text: str, scheme: str) -> str:
+    """Decode one segment of a path.
+
+    Raises:
+        InvalidAdapter: the segment has another spelling, or may not be in a path.
+    """
     decoded = _decode(text) if scheme in _ENCODED else text
     if "%" in text and scheme not in _ENCODED:
         raise _refused("a percent sign in a key", "keys without one")
     if decoded in ("", ".", ".."):
         raise _refused("an empty segment" if not decoded else f"the segment '{decoded}'", "names between slashes")
-    # Servers differ in whether they decode twice.
+    # Some HTTP servers decode twice, and would read another path than the checked path.
     if scheme in _DEFAULT_PORTS and _TWICE.search(decoded):
         raise _refused("percent-encoding inside percent-encoding", "one that is decoded once")
     if scheme == "hf" and "@" in decoded:
         raise _refused("more than one '@'", "one revision, behind the repository")
-    # Two spellings of one visible text would be two names for the checks.
+    # Otherwise two URIs that look alike could be two different texts for the comparison with prefixes.
     if not unicodedata.is_normalized("NFC", decoded) or decoded != decoded.strip(" "):
         raise _refused("a segment with another spelling", "composed Unicode (NFC), and no space at either end")
     for character in decoded:
+        # Unicode categories C (control, format, unassigned) and Z (separators) are invisible.
         if character in "\\/" or (character != " " and unicodedata.category(character)[0] in "CZ"):
             raise _refused(f"the character U+{ord(character):04X} in a segment", "visible characters, no backslash")
     return decoded
 
 
 def _decode(text: str) -> str:
+    """Decode percent-encoding, and refuse encoding that is malformed, needless or not UTF-8."""
     if _ESCAPE.search(text):
         raise _refused("a percent sign that encodes nothing", "%25 for a percent sign")
     # A second spelling of the same URI could slip past a comparison with prefixes.
