@@ -1,12 +1,13 @@
 """Places for work that only a few may do at once: each wait is bounded in time, and the queue in length.
 
 Runs on the event loop of an API server, around look-ups, fetches, reads, pushes, and requests of principals with a
-share. A caller enters, perhaps after a wait, works, and leaves; or gets the error of `Places`.
+share. A caller enters on behalf of a principal (who has sent the request), perhaps after a wait, works, and leaves; or
+gets the error that `Places` makes. The work is about a thing, such as an adapter.
 
 The next place goes to the waiting principal with the fewest places; a full queue refuses the last caller of the
-principal with the most waiting callers. Callers of one principal enter in order, so no large thing starves behind
-smaller things. Where a principal may have only some of the places, the principal never holds all places, however long
-its work takes.
+principal with the most waiting callers. Callers of one principal enter in order, so a large thing does not starve
+behind smaller things. Where `Most` limits a principal to some of the places, others find places however long the
+principal's work takes.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ class PlaceLimits:
     """The number of places, and limits of the queue.
 
     Attributes:
-        at_once: places; None where only the places of each principal are limited.
-        waiting: callers that may wait. wait_s: seconds until a waiting caller is refused.
+        at_once: the number of places; None where only the places of each principal are limited.
+        waiting: callers that may wait.
+        wait_s: seconds until a waiting caller is refused.
     """
 
     at_once: int | None
@@ -38,7 +40,7 @@ class PlaceLimits:
 
 @dataclass(frozen=True, slots=True)
 class Most:
-    """Limits of one principal: places, and bytes of the things in the places; None for no limit."""
+    """Limits of one principal: places, and bytes of all things in the principal's places; None for no limit."""
 
     places: int | None = None
     size_bytes: float | None = None
@@ -46,9 +48,10 @@ class Most:
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """The place of one caller, for a thing; other callers of the principal may share the place for the same thing.
+    """The place of one caller, had or waited for; callers of one principal share a place for the same thing.
 
     Attributes:
+        size_bytes: of the thing, for `Most.size_bytes`.
         number: the order of arrival among all callers.
         given: done once the caller has the place, or with the error of a refusal.
     """
@@ -65,10 +68,10 @@ class _Use:
     """The places of one principal, and its waiting callers.
 
     Attributes:
-        held: the number of callers inside, by thing.
-        sizes_bytes: of the things in `held`.
+        held: the number of callers inside, by thing; the principal has one place for each thing.
+        sizes_bytes: of the things in `held`, by thing.
         waiting: the waiting callers by thing, things and callers in order of arrival.
-        count: of all waiting callers.
+        count: the number of waiting callers.
     """
 
     held: Counter[Hashable] = field(default_factory=Counter)
@@ -87,9 +90,9 @@ class Places:
     """The places for one kind of work. For one event loop.
 
     Args:
-        refusal: makes the error for a principal whose wait is over, or where too many wait, from the number of places
-            that the principal has.
-        most_of: the limits of a principal.
+        refusal: makes the error for a caller whose wait is over, or where too many wait; called with the principal and
+            the number of places that the principal has.
+        most_of: returns the limits of a principal.
     """
 
     def __init__(
@@ -101,13 +104,16 @@ class Places:
         self._limits = limits
         self._refusal = refusal
         self._most_of = most_of
-        self._taken = self._waiting = 0
+        self._taken = self._waiting = 0  # places that are taken, and callers that wait
         self._numbers = itertools.count()
         self._uses: dict[Hashable, _Use] = {}  # by principal
 
     @classmethod
     def of(cls, limits: PlaceLimits, busy: type[LoRAPluginsError], found: str, most: Most | None = None) -> Places:
-        """Places that refuse with an error `busy`, from what was found, and have the same limits for all principals."""
+        """Places with the same limits `most` for all principals; None for no limits.
+
+        A refusal is an error of the type `busy`, with the text `found`.
+        """
         refusal = partial(busy, found, expected=f"a turn within {limits.wait_s:g} s", remedy="ask again")
         return cls(limits, lambda *_: refusal(), lambda _: most or Most())
 
@@ -125,8 +131,8 @@ class Places:
     async def enter(self, principal: Hashable = None, thing: Hashable = None, size_bytes: int = 0) -> Place:
         """Take a place for `principal`, at once or when other callers have left.
 
-        Callers of one principal share a place for the same `thing`; None is shared with nobody. The first place is for
-        a thing of any size.
+        Callers of one principal share a place for the same `thing`; a caller with None shares with nobody. A principal
+        without places gets a place for a thing of any size.
 
         Raises:
             LoRAPluginsError: of `refusal`: the wait is over, or too many wait.
@@ -135,23 +141,24 @@ class Places:
         thing = object() if thing is None else thing
         place = Place(principal, thing, size_bytes, next(self._numbers), loop.create_future())
         use = self._uses.setdefault(principal, _Use())
+        # A shared place needs no room. A new place does, and earlier callers of the principal go before.
         if thing in use.held or (not use.waiting and self._has_room(use, place)):
             self._take(use, place)
             return place
         use.waiting.setdefault(thing, {})[place] = None
         use.count += 1
         self._waiting += 1
-        # The caller itself may be the one refused: then `place.given` has the error already.
         if self._waiting > self._limits.waiting:
-            # The principal with the longest queue pays, so that a flood of one principal refuses nobody else.
+            # Refuse a caller of the principal with the longest queue, so that a flood of one principal refuses nobody
+            # else. Where this caller is refused, `place.given` has the error from here on.
             self._refuse(max(self._uses.values(), key=lambda use: use.count).last())
-        # A timer in the place of `asyncio.timeout`: the refusal is then in `given`, as any other.
+        # A timer in the place of `asyncio.timeout`: the error then comes by `given`, as with a full queue.
         timer = loop.call_later(self._limits.wait_s, self._refuse, place)
         try:
             await place.given
         except asyncio.CancelledError:
             if place.given.done() and not place.given.cancelled() and place.given.exception() is None:
-                self.leave(place)  # given at the moment of the task's cancellation
+                self.leave(place)  # the place was given in the moment before the cancellation
             else:
                 self._forget(place)
             raise
@@ -160,7 +167,7 @@ class Places:
         return place
 
     def leave(self, place: Place) -> None:
-        """Give the place to the next caller."""
+        """Leave a place; the last caller that shares the place frees it for the next caller."""
         use = self._uses[place.principal]
         use.held[place.thing] -= 1
         if not use.held[place.thing]:
@@ -169,7 +176,7 @@ class Places:
             self._let_in(place.principal)
 
     def _take(self, use: _Use, place: Place) -> None:
-        # A shared place counts once.
+        # A shared place counts once. True counts as 1.
         self._taken += place.thing not in use.held
         use.held[place.thing] += 1
         # A new version of the same thing may be larger.
@@ -178,7 +185,7 @@ class Places:
     def _has_room(self, use: _Use, place: Place) -> bool:
         if self._limits.at_once is not None and self._taken >= self._limits.at_once:
             return False
-        if not use.held:
+        if not use.held:  # a thing larger than all bytes of the principal must be able to enter alone
             return True
         most = self._most_of(place.principal)
         if most.places is not None and len(use.held) >= most.places:
@@ -187,6 +194,7 @@ class Places:
 
     def _let_in(self, principal: Hashable) -> None:
         """Let in waiting callers with room, after a caller of `principal` has left or given up."""
+        # Without common places, only callers of the same principal can have got room.
         uses = {principal: self._uses[principal]} if self._limits.at_once is None else self._uses
         while able := [use for use in uses.values() if use.waiting and self._has_room(use, use.first())]:
             use = min(able, key=lambda use: (len(use.held), use.first().number))
@@ -194,12 +202,13 @@ class Places:
             for place in use.waiting.pop(use.first().thing):
                 use.count -= 1
                 self._waiting -= 1
-                if not place.given.done():  # done if its task was cancelled and has not run since
+                # `given` is cancelled already where the waiting task was cancelled and has not run since.
+                if not place.given.done():
                     self._take(use, place)
                     place.given.set_result(None)
         use = self._uses[principal]
         if not use.held and not use.waiting:
-            # Principals without places leave nothing behind.
+            # There may be any number of principals over time.
             del self._uses[principal]
 
     def _refuse(self, place: Place) -> None:
@@ -210,7 +219,7 @@ class Places:
 
     def _forget(self, place: Place) -> None:
         """End the wait of a place's caller, if the caller still waits."""
-        use = self._uses.get(place.principal, _Use())
+        use = self._uses.get(place.principal, _Use())  # empty where the principal has left, and nobody waits
         of_thing = use.waiting.get(place.thing, {})
         if place in of_thing:
             del of_thing[place]

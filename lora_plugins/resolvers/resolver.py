@@ -1,8 +1,12 @@
 """Resolve a name or URI to a verified adapter in the store; every look-up of a process comes through `AdapterResolver`.
 
 Runs on the event loop of an API server, of a worker that lacks an adapter's files, or of the command line. A request's
-name, an operator's URI, a path of one of vLLM's own calls, a push or a digest goes in; a `ResolvedAdapter` comes out,
-leased. The parts: `known_versions.py` remembers, `search.py` asks the sources, `versions.py` fetches and verifies.
+name, an operator's URI, a path of one of vLLM's own calls, a push (an adapter uploaded to the server) or a digest goes
+in; a `ResolvedAdapter` comes out, leased (`store/leases.py`).
+
+A version is an adapter with particular bytes. To locate an adapter is to find the source that has it, and its version
+there; to resolve an adapter is to locate, fetch and verify it. The parts: `known_versions.py` remembers, `search.py`
+asks the sources, `versions.py` fetches and verifies.
 """
 
 from __future__ import annotations
@@ -33,25 +37,28 @@ from lora_plugins.resolvers.versions import VersionStore, gone
 from lora_plugins.settings import BaseMatch, Settings
 from lora_plugins.store.store import Store
 
-_VERSION_CHANGES = 3
+_VERSION_CHANGES = 3  # tries to locate and fetch an adapter whose files change meanwhile
 
 
 class AdapterResolver:
     """Answers names and URIs with verified adapters in the store, from one server's sources in their order.
 
-    Concurrent requests for one name share one answer. A name that was loaded by a URI has answers of its own.
-    A returned version is leased until every name that has got the version is released.
+    Concurrent requests for one name share one answer. Answers for a name by a URI are separate from answers for the
+    same name at its sources. A returned version is leased until every name that has got the version is released.
 
     Attributes:
         known: what names mean to this process.
-        chats: what versions bring for chats.
+        chats: the chat templates and the like that versions bring.
         base: the served model, set once the server is made; None before.
-        on_abandoned: called with a leased version that no caller has: all were cancelled, or only its bytes were read.
-        principal: returns the principal of the running request; look-ups of new names and fetches take turns by
-            principal.
+        on_abandoned: called with a version that is leased for its name, but that no caller has: all callers were
+            cancelled, or the caller took a lease of its own.
+        principal: returns who has sent the running request; look-ups of new names and fetches take turns by principal
+            (`fair_places.py`).
         give_up: ends all look-ups and fetches with `SourceUnavailable`, as no engine is left.
-        describe_model: asks the engine for its model's modules, once; the answer is None where LoRA is off.
-        lease_served: leases the version that a name serves now for a holder; None where the name is not served.
+        describe_model: asks the engine for its model's modules, once; the answer is None where LoRA is off. The
+            attribute is None where there is nothing (more) to ask.
+        lease_served: called with a name and a holder; leases the version that the name serves now for the holder. The
+            answer is None where the name is not served; the attribute is None where no names are served.
 
     Raises:
         InvalidSettings: a malformed prefix in `LORA_PLUGINS_ALLOWED_URIS`.
@@ -71,8 +78,8 @@ class AdapterResolver:
         self.known = KnownVersions(settings, store)
         self.chats = Chats(settings, store.layout)
         self._versions = VersionStore(settings, events, store, self.known, self.chats)
-        # Every look-up is a task here, also one with a key that nobody else has: a cancelled caller's lease must not
-        # stay, and a thread may take the lease after the cancellation.
+        # Every look-up is a task here, also a look-up with a key that no other caller has. A thread may take the lease
+        # after the caller's cancellation: the task then goes on, and `_nobody_waits` has the lease released.
         self._flights: SingleFlight[Hashable, LookedUp] = SingleFlight(self._nobody_waits)
         self.give_up = self._flights.give_up
         self.on_abandoned: Callable[[ResolvedAdapter], None] = lambda _: None
@@ -89,8 +96,9 @@ class AdapterResolver:
     async def look_up(self, text: str, base_path: str, uri: str | None = None, *, fetches: bool = True) -> LookedUp:
         """Find, fetch and verify the adapter called `text`, at `uri` or else at its sources.
 
-        A malformed name is absent, and has no answers. A URI that is malformed, not allowed or without an adapter is an
-        error. Without `fetches`, the adapter is only located, and the next look-up need not ask again.
+        For a malformed name, the result is absence without answers of sources. For a URI that is malformed, not allowed
+        or without an adapter, the result has an error; no error is raised. Without `fetches`, the adapter is only
+        located, and the next look-up need not ask the source again.
 
         `base_path` is the served model's path or Hub id, the stand-in for the base model until `self.base` is set.
         """
@@ -111,6 +119,7 @@ class AdapterResolver:
         looked = await self._flights.run((query, fetches), lambda: work(query, base_path))
         if looked.error is not None:
             self.known.note_fault(query.key, looked.error)
+        # Absence at a URI is an error; so is absence of a name where a source has another program's files (`cause`).
         elif looked.located is None and (uri is not None or any(answer.cause for answer in looked.absences)):
             return replace(looked, error=_absent(text, looked))
         return looked
@@ -133,10 +142,11 @@ class AdapterResolver:
         return looked.version() is not None or looked.located is not None
 
     async def snapshot(self, name: str, path: str, base_path: str, holder: Hashable = None) -> ResolvedAdapter | None:
-        """The adapter at a place of `place_by_path` as of now, in the store and verified, for one of vLLM's own calls.
+        """Resolve the adapter that is now at a path (of `place_by_path`), for one of vLLM's own calls.
 
-        The path needs no allowed prefix, and `name` may be any text. None where a directory has no adapter, as only the
-        workers may have it. The lease is of `holder`, if given.
+        The path is a directory, or a repository of the Hub. The path needs no allowed prefix, and `name` may be any
+        text. None where the directory has no adapter: perhaps the directory exists only where the workers run. The
+        lease is for `holder`, or where None, for the name.
 
         Raises:
             LoRAPluginsError: the adapter cannot be served, the repository has none, or the source does not answer.
@@ -147,7 +157,7 @@ class AdapterResolver:
         with describing(adapter=name):
             uri = SourceUri.of_path(path) if os.path.isabs(path) else self._search.by_uri.of_repo(path)
         query = Query(AdapterName(name), uri, force_refresh=True, holder=holder)
-        # Not shared with earlier callers: the files may have changed since.
+        # `object()` makes the key unique, so no earlier caller's task is shared: the files may have changed since.
         looked = await self._flights.run((query, object()), lambda: self._resolve(query, base_path))
         if looked.error is None and looked.located is None and not query.is_by_path:
             # The workers would fetch the repository past every check.
@@ -155,7 +165,7 @@ class AdapterResolver:
         return looked.version()
 
     async def pushed(self, adapter: PushedAdapter, base_path: str) -> ResolvedAdapter:
-        """A pushed adapter, verified and leased for its name.
+        """Bring an adapter that was uploaded to the server into the store, verified and leased for its name.
 
         Raises:
             LoRAPluginsError: the adapter cannot be served.
@@ -183,7 +193,8 @@ class AdapterResolver:
             newest = replace(self._query(name, uri), force_refresh=True)
         except AdapterNotFound:
             return None
-        # Not shared: the source may have answered an earlier caller, who has left, before the change.
+        # `object()` makes the key unique, so no earlier caller's task is shared: that task may have asked the source
+        # before the change.
         return (await self._flights.run((newest, object()), lambda: self._resolve(newest, base_path))).version()
 
     async def of_digest(self, name: str, digest_prefix: str, *, of_any_name: bool = False) -> ResolvedAdapter | None:
@@ -207,10 +218,11 @@ class AdapterResolver:
             return (await self._flights.run(object(), find)).resolved
 
     async def restored(self, name: str, uri: str | None, digest: str, place: str) -> ResolvedAdapter | None:
-        """The version that the server before this one served, verified and leased for `name`; no source is asked.
+        """The version that an earlier server served, verified and leased for `name`; no source is asked.
 
-        Its source counts as the place where this server found the name last. None where the store no longer has the
-        version, or no source of this server has the description `place`, of `place_of`.
+        The version then counts as found by this server, at the source whose `place_of` is `place`. None where the store
+        no longer has the version; where `uri` is None, and no source of this server looks in `place`; or where the
+        version is not from `uri`.
 
         Raises:
             LoRAPluginsError: the version does not fit the served model, or its URI is no longer allowed.
@@ -218,14 +230,14 @@ class AdapterResolver:
         query = self._query(name, uri)
         label = self.places.get(place)
         if uri is None and label is None:
-            return None  # another template or root now: the name may mean another adapter there
+            return None  # the sources' settings have changed, and the name may mean another adapter now
         found = await self.of_digest(name, digest, of_any_name=True)
         if found is None:
             return None
         if uri is not None and not is_from(found.uri, uri):
             self.store.release(name, found.path)
             return None
-        # A source of another package has a scheme of its own, by which no label is known.
+        # The label that `of_digest` finds comes from the URI's scheme, which says nothing for other packages' sources.
         return self.known.note(query.key, found if label is None or uri is not None else replace(found, source=label))
 
     @property
@@ -238,6 +250,12 @@ class AdapterResolver:
         return next((str(source) for source in self.sources if source.label == version.source), "")
 
     def _query(self, name: str, uri: str | None) -> Query:
+        """Check a name, and a URI if given.
+
+        Raises:
+            AdapterNotFound: the name is malformed, and there is no URI.
+            LoRAPluginsError: the URI is malformed or not allowed, or the name cannot be given to a URI.
+        """
         if uri is None:
             return Query(AdapterName.parse(name))
         with describing(adapter=name):
@@ -249,7 +267,10 @@ class AdapterResolver:
                 raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
 
     async def _lease_part(self, name: str, base_path: str, holder: Hashable) -> Path | None:
-        """Lease the version of a part of a mixture: the served one, or else the one that its sources have now."""
+        """Lease the version of a part of a mixture: the served version, or else the version that its sources have now.
+
+        The last resort for `NAME@DIGEST` is a version in the store. None where no source and no store has the part.
+        """
         if self.lease_served is not None and (path := await self.lease_served(name, holder)) is not None:
             return path
         found = (await self.look_up(name, base_path)).version()
@@ -258,7 +279,7 @@ class AdapterResolver:
         if found is None:
             return None
         leased = await asyncio.to_thread(self.store.acquire, found.digest, holder)
-        self.on_abandoned(found)  # the holder has a lease of its own
+        self.on_abandoned(found)  # the lease for the name is not needed: the holder has a lease of its own
         if leased is None:
             raise gone()
         return leased
@@ -267,6 +288,7 @@ class AdapterResolver:
         return (await self._versions.read(directory, self.principal())).adapter
 
     async def _find(self, query: Query, base_path: str) -> LookedUp:
+        """Locate an adapter without a fetch, and remember the result for a `_resolve` that follows."""
         looked = await self._locate(query, base_path)
         if looked.located is not None:
             self.known.located[query.key] = looked.located
@@ -276,15 +298,17 @@ class AdapterResolver:
         return await self._search.locate(query, base_path, self.known.last(*query.key), self.principal())
 
     def _nobody_waits(self, looked: LookedUp) -> None:
-        """Have the lease of a result that no caller has received released."""
+        """Release the lease of a result that no caller has received."""
         if (resolved := looked.resolved) is not None:
-            # A name's lease may be in use by another request, so the server decides; other leases are nobody else's.
+            # Another request may use the lease of a name, so `on_abandoned` decides. A holder that the caller has named
+            # has no other user.
             if resolved.holder is None:
                 self.on_abandoned(resolved)
             else:
                 self.store.release(resolved.holder, resolved.path)
 
     async def _resolve(self, query: Query, base_path: str) -> LookedUp:
+        """Locate, fetch and verify an adapter; again, where its version changes meanwhile."""
         name = str(query.name)
         for attempt in range(1, _VERSION_CHANGES + 1):
             started = time.perf_counter()
@@ -293,7 +317,7 @@ class AdapterResolver:
             looked = await self._locate(query, base_path) if located is None else LookedUp(located=located)
             if looked.error is None and looked.located is None:
                 self.known.disbelieve(query.key)
-                if not query.is_by_path:  # the workers may have a directory there
+                if not query.is_by_path:  # a directory may exist only where the workers run
                     self.events.emit(AdapterUnknown(name, absences=looked.absences))
             if looked.located is None:
                 return looked
@@ -314,7 +338,8 @@ class AdapterResolver:
         """Bring a located version into the store, and compare the version with the served model."""
         with describing(adapter=str(query.name)):
             base = await self._described_base() or BaseModel(base_path, aliases=self.settings.base_aliases)
-            # By path, and without the engine's modules, only the workers can compare the adapter.
+            # Without the engine's modules, an adapter by path is left for the workers to compare, unless the settings
+            # are strict.
             is_compared = base.model is not None or self.settings.base_match is BaseMatch.STRICT
             compared = base if is_compared or not query.is_by_path else None
             return await self._versions.serve(
@@ -323,7 +348,7 @@ class AdapterResolver:
 
     async def _described_base(self) -> BaseModel | None:
         """The served model with its modules; the first use asks the engine, which alone knows the modules."""
-        # One question to the engine, however many names wait.
+        # The lock: one question to the engine, however many look-ups wait for the answer.
         async with self._describing:
             if self.base is None or self.base.model is not None or self.describe_model is None:
                 return self.base
@@ -342,6 +367,7 @@ class AdapterResolver:
 
 
 def _absent(name: str, looked: LookedUp) -> LoRAPluginsError:
+    """The error for an absent adapter: the `cause` of a source's absence, or else that the URI has no adapter."""
     causes = (answer.cause for answer in looked.absences if answer.cause is not None)
     return next(causes, None) or AdapterNotFound(
         "no adapter at this URI",

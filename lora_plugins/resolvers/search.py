@@ -35,9 +35,9 @@ from lora_plugins.resolvers.sources.uri import BY_PATH, SourceUri
 from lora_plugins.settings import Settings
 
 _REMEMBERED_NAMES = 10_000
-# Of each source, a directory too: threads look there, and many of them hold up the event loop.
+# The limits of each source, also of a directory: look-ups there run in threads, and many threads slow the event loop.
 _LIMITS = LookUpLimits()
-# Answers of a working source about one adapter: no outage that should alarm an operator.
+# Failures that concern one adapter while the source works: no outage that should alarm an operator.
 _OF_ONE_ADAPTER = frozenset({FailureKind.HIDDEN, FailureKind.GATED})
 
 SourceAnswer = RemoteAdapter | Absence | LoRAPluginsError
@@ -45,9 +45,10 @@ SourceAnswer = RemoteAdapter | Absence | LoRAPluginsError
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question: a name at its sources, or an adapter at a URI under this name.
+    """A question: an adapter by its name, or an adapter at a URI, which is then served under the name.
 
     Attributes:
+        uri: where the adapter is; None to ask the sources of names.
         force_refresh: whether to ask again in spite of remembered answers.
         holder: who gets the lease of the version; None for the name itself.
     """
@@ -64,7 +65,7 @@ class Query:
 
     @property
     def is_by_path(self) -> bool:
-        """Whether one of vLLM's own calls has given a path."""
+        """Whether the query is for a directory that one of vLLM's own calls has named by its path."""
         return self.uri is not None and self.uri.scheme == BY_PATH
 
 
@@ -73,11 +74,11 @@ class LookedUp:
     """What a look-up has found out; without a version and an error, every source answers that the adapter is absent.
 
     Attributes:
-        answers: of the sources that were asked, by label, in their order; none where an earlier answer still counts.
-        located: the source that has the adapter, and the adapter there.
-        resolved: the version in the store, leased.
+        answers: of the sources that were asked, by label, in their order; empty where an earlier answer still counts.
+        located: the source that has the adapter, and the adapter there; None where no source was asked or has it.
+        resolved: the version in the store, leased; None before the fetch, and without a version.
         facts: times, notes, and whether the version was fetched; None where an earlier answer still counts.
-        error: why there is no version.
+        error: why there is no version; None where the adapter was found, or is absent.
     """
 
     answers: dict[str, SourceAnswer] = field(default_factory=dict)
@@ -111,7 +112,7 @@ class SourceSearch:
     Attributes:
         sources: the sources of names.
         by_uri: the sources of URIs.
-        mixtures: the source of names that are sums of adapters; None where none can be made, as with a dry run.
+        mixtures: the source of names that are weighted sums of adapters; None where mixtures cannot be made.
 
     Raises:
         InvalidSettings: a malformed prefix in `LORA_PLUGINS_ALLOWED_URIS`.
@@ -121,18 +122,20 @@ class SourceSearch:
         self.sources, self.by_uri = list(sources), UriSources(settings)
         self.mixtures: Source | None = None
         self._events = events
+        # By the source's label and the query's key.
         self._absent: TTLCache[tuple[str, Key], Absence] = TTLCache(_REMEMBERED_NAMES, settings.absent_ttl_s)
-        self._look_ups: dict[int, LookUps] = {}  # by source, so that a source that does not answer blocks no other
+        # By `id` of the source; limits for each source, so that a source that does not answer blocks no other.
+        self._look_ups: dict[int, LookUps] = {}
 
     async def locate(
         self, query: Query, base_path: str, last: ResolvedAdapter | None = None, principal: Hashable = None
     ) -> LookedUp:
         """Ask until a source has the adapter; look-ups of new names take turns by principal.
 
-        `last` is the version that the query found before.
+        `last` is the version that the query found before; None for a new name. An error is in the result, not raised.
         """
         looked, name = LookedUp(), str(query.name)
-        # An operator's URI, a refresh, and a name served before are no flood of unknown names.
+        # Only other names may be part of a flood of unknown names (`admission.py`), and wait behind limits.
         is_known = query.uri is not None or query.force_refresh or last is not None
         unavailable: SourceUnavailable | None = None
         try:
@@ -150,7 +153,7 @@ class SourceSearch:
             ask = partial(source.locate, name_there, base_path)
             try:
                 with describing(adapter=name):
-                    if source is self.mixtures:  # its parts take places at their own sources
+                    if source is self.mixtures:  # the look-up of each part takes a place at the part's own source
                         answer = await ask()
                     else:
                         answer = await self._look_ups_of(source).run(ask, is_known=is_known, principal=principal)
@@ -163,10 +166,11 @@ class SourceSearch:
                 self.report(name, source, error)
                 looked.answers[source.label] = error
                 came_from = query.force_refresh and last is not None and last.source == source.label
+                # A source that has the adapter, but with a fault, decides too.
                 if came_from or not isinstance(error, SourceUnavailable):
                     looked.error = error
                     return looked
-                # The first error counts: earlier sources go before later sources.
+                # Of several errors, the result is the error of the first source in order.
                 unavailable = unavailable or error
                 continue
             looked.answers[source.label] = answer
@@ -174,7 +178,7 @@ class SourceSearch:
                 self._absent.pop(key, None)
                 looked.located = source, answer
                 return looked
-            if source.remote:
+            if source.remote:  # a look into a local directory costs little
                 self._absent[key] = replace(answer, is_remembered=True)
         looked.error = unavailable
         return looked
@@ -193,7 +197,11 @@ class SourceSearch:
         return look_ups
 
     def report(self, name: str, source: Source, error: LoRAPluginsError) -> None:
-        """Emit the event of a source's error: about the adapter's bytes, about access to the adapter, or an outage."""
+        """Emit the event for a source's error.
+
+        `AdapterRejected` for a fault of the adapter, `AdapterDenied` for missing access to it, `SourceFailed` for an
+        outage of the source.
+        """
         is_denied = isinstance(error, RemoteFailure) and error.kind in _OF_ONE_ADAPTER
         is_verdict = not isinstance(error, SourceUnavailable)
         kind = AdapterRejected if is_verdict else AdapterDenied if is_denied else SourceFailed
