@@ -3,7 +3,12 @@
 Runs on the event loop of an API server (or of a worker that lacks an adapter's files): `resolver.py` calls `serve` with
 the version that a source has, or `of_digest` for a version that the store has already. Out comes a `ResolvedAdapter`,
 whose directory engines may read. Threads hash and copy, and reading processes (`verification/`) read the files, because
-what an adapter contains is not trusted.
+the contents of an adapter are not trusted.
+
+A version has a lease from the moment that it is in the store (`store/leases.py` has the words): first for a holder made
+for this one call, and once the version is verified, for the name or for the caller's own holder. The fetched form of a
+version (the original) may differ from the engine's form, which a conversion makes as an adapter of its own in the
+store.
 """
 
 from __future__ import annotations
@@ -43,14 +48,16 @@ from lora_plugins.verification.children import children
 from lora_plugins.verification.protocol import ReadAdapter
 
 _Stored = StoredAdapter[ReadAdapter]
-_JUDGED_FIRST = frozenset({CONFIG_FILE, INDEX_FILE})  # fetched before the weights, which they may condemn
-# Up to this size a copy from a disk takes no longer than a question to the reading process: weights come at once.
+# Fetched and verified before the weights, because their fault makes the fetch of the weights needless.
+_JUDGED_FIRST = frozenset({CONFIG_FILE, INDEX_FILE})
+# Up to this size, a copy from a disk takes no longer than verifying a configuration in the reading process: all files
+# are then copied together and verified once.
 _COPIED_AT_ONCE_BYTES = 64 << 20
 _HASHED_S = 60.0  # an entry that fails a check is not hashed again within this time
 
 
 class _BytesRefused(Exception):
-    """The fetched bytes cannot be served: another fetch of this version would change nothing."""
+    """Carries `error` out of the store: the fetched bytes cannot be served, and another fetch would change nothing."""
 
     def __init__(self, error: LoRAPluginsError) -> None:
         super().__init__(str(error))
@@ -63,8 +70,9 @@ class _Asker:
 
     Attributes:
         base: the served model that the version must fit; None where nothing is compared.
-        holder: of the lease until the version is verified.
-        principal: whose places the fetch, the reads and the conversion take.
+        holder: has the lease until the version is verified; an object of this call alone.
+        principal: who has sent the request; fetch, reads and conversion take places of the principal
+            (`fair_places.py`).
     """
 
     base: BaseModel | None
@@ -73,18 +81,18 @@ class _Asker:
 
 
 class VersionStore:
-    """The versions of names of one process in the store. For one event loop.
+    """Brings versions into the store and leases them, for one process. For one event loop.
 
-    Each name has its own lease of every version resolved for the name. Versions with refused bytes are not fetched
-    again.
+    Each name has its own lease of every version resolved for the name. Versions whose bytes were refused are not
+    fetched again.
     """
 
     def __init__(self, settings: Settings, events: Events, store: Store, known: KnownVersions, chats: Chats) -> None:
         self._settings, self._events, self._store, self._known, self._chats = settings, events, store, known, chats
-        self._fetches: dict[int, Fetches] = {}  # by `id` of the source: those of other packages need no hash
+        self._fetches: dict[int, Fetches] = {}  # by `id` of the source: sources of other packages may not be hashable
         self._reading = few_at_once("adapters that are being read", settings.fetch_timeout_s)
         self._converting = few_at_once("adapters that are being converted", settings.fetch_timeout_s)
-        children().warm()  # so that the first fetch waits for no start
+        children().warm()  # start the reading processes now, so that the first fetch does not wait for them
 
     async def serve(
         self,
@@ -100,24 +108,24 @@ class VersionStore:
         """Return the located version, verified against `base`, leased for `holder` or else for the name.
 
         The second value says how the version came; None where the same version was served before. `key` is the name and
-        the asked URI; `locate_s` are the seconds that locating took. Fetches, reads and conversions take a place of
-        `principal`.
+        the asked URI; `base` is None where nothing is compared; `locate_s` are the seconds that locating took. Fetches,
+        reads and conversions take a place of `principal`.
 
         Raises:
-            VersionChanged: the caller must locate the adapter again.
+            VersionChanged: the source has another version by now, so the caller must locate the adapter again.
             LoRAPluginsError: the version cannot be had or served.
         """
         name, served = key[0], self._known.last(*key)
-        wanted = adapter.uri, adapter.version, holder, chat_files_to_fetch(adapter, self._settings)
+        wanted = adapter.uri, adapter.version, holder, (of_chats := chat_files_to_fetch(adapter, self._settings))
         is_same = served is not None and (served.uri, served.version, served.holder, served.chat_files) == wanted
         if served is not None and is_same and self._known.is_held(served) and self._store.has(served.path):
             self._events.emit(AdapterConfirmed(name, source.label))
             return self._known.note(key, served, is_remote=source.remote), None
         started = time.perf_counter()
-        asker = _Asker(base, object(), principal)
+        asker = _Asker(base, holder=object(), principal=principal)
         try:
             stored, verified, obtain_s = await self._obtain_ready(name, source, adapter, asker)
-        except DamagedCopy:  # the copy is marked now, so the second try fetches the version
+        except DamagedCopy:  # the copy is marked as damaged now, so the second try does not find the copy and fetches
             stored, verified, obtain_s = await self._obtain_ready(name, source, adapter, asker)
         warnings = [*adapter.warnings]
         if self._settings.adapter_chat.reads_files and (large := large_chat_files(adapter)):
@@ -145,7 +153,7 @@ class VersionStore:
         )
         self._events.emit(facts)
         origin = (source.label, adapter.uri, adapter.version)
-        found = _resolved(name, stored, verified, origin, of_chats=wanted[-1], holder=holder)
+        found = _resolved(name, stored, verified, origin, of_chats=of_chats, holder=holder)
         return self._known.note(key, found, is_remote=source.remote), facts
 
     async def _obtain_ready(
@@ -153,12 +161,12 @@ class VersionStore:
     ) -> tuple[_Stored, VerifiedAdapter, float]:
         """Return a located version as `_ready` does, and the seconds until its bytes were in the store."""
         started, stored, base = time.perf_counter(), None, asker.base
-        # Look for the converted form first, because the original may have been evicted.
+        # Look for the engine's form first: it is all that is needed, and the original may have been evicted.
         if base is not None and base.model is not None:
             names = {CONFIG_FILE, WEIGHTS_FILE, *chat_files_to_fetch(adapter, self._settings)}
             wanted = adapter.uri, adapter.version, names, asker.holder, base.model.form
             stored = await asyncio.to_thread(self._store.find_leased, *wanted)
-        if stored is None:
+        if stored is None:  # not converted, or `base` does not say which form the engine has
             stored = await self._obtain(name, source, adapter, asker)
         obtain_s = time.perf_counter() - started
         return *await self._ready(stored, adapter.uri, adapter.version, asker), obtain_s
@@ -172,18 +180,18 @@ class VersionStore:
         of_any_name: bool,
         principal: Hashable = None,
     ) -> ResolvedAdapter | None:
-        """Find a version in the store as `AdapterResolver.of_digest` says; no source is asked."""
+        """Find a version in the store as `AdapterResolver.of_digest` says; no source is asked. `base` as in `serve`."""
         # Forging 8 characters of a digest takes half an hour, so a prefix counts only for versions of the name itself.
         if of_any_name and not is_digest(digest_prefix):
             return None
         may_reach = self._known.reach_of(name) if not of_any_name else lambda _: True
-        if may_reach is None:
+        if may_reach is None:  # this process has found the name nowhere yet
             return None
-        asker = _Asker(base, object(), principal)
+        asker = _Asker(base, holder=object(), principal=principal)
         manifest = await asyncio.to_thread(self._leased_version, digest_prefix, may_reach, asker.holder)
         if manifest is None:
             return None
-        origin = self._known.origin(name, manifest)
+        origin = self._known.origin(name, manifest)  # the source's label, the URI, and the version there
         found: _Stored = StoredAdapter(manifest.digest, self._store.layout.adapter(manifest.digest))
         try:
             stored, verified = await self._ready(found, *origin[1:], asker)
@@ -197,7 +205,11 @@ class VersionStore:
         return resolved
 
     async def _ready(self, stored: _Stored, uri: str, version: str, asker: _Asker) -> tuple[_Stored, VerifiedAdapter]:
-        """Return a leased version in the engine's form, and its check; a conversion takes over the original's lease."""
+        """Return a leased version in the engine's form, and the result of its check.
+
+        Where a conversion is needed, the converted adapter gets a lease of the same holder, and the lease of the
+        original, `stored`, ends.
+        """
         base, verified = asker.base, await self._check_sound(stored, asker)
         if verified.conversion is None or base is None or base.model is None:
             return stored, verified
@@ -219,20 +231,21 @@ class VersionStore:
     async def _check_sound(self, stored: _Stored, asker: _Asker) -> VerifiedAdapter:
         """Check a leased version as `_check` does, and that its bytes still have the digest.
 
-        The bytes are hashed once per process, and after a failed check again, to tell a wrong adapter from a damaged
-        copy.
+        The bytes are hashed once per process. After a failed check they are hashed again, to know whether the adapter
+        is wrong or the copy is damaged. After any error, the holder has no lease any more.
 
         Raises:
             DamagedCopy: the bytes differ from the digest; the copy is marked.
             SourceUnavailable: the bytes cannot be read at the moment.
-            LoRAPluginsError: the version does not fit. No lease is left.
+            LoRAPluginsError: the version does not fit.
         """
         digest = stored.digest
-        # At the same time: hashing takes the disk, and the check takes the verification child.
+        # At the same time: hashing takes the disk, and the check takes a reading process. Each result may be an error;
+        # else `is_sound` is whether the bytes have the digest.
         checked, is_sound = await asyncio.gather(
             self._check(stored, asker), asyncio.to_thread(self._store.is_sound, digest), return_exceptions=True
         )
-        # The hash may be remembered from before the damage, so allow only a recent hash.
+        # `is_sound` may remember a hash from before the damage: now allow only a recent hash.
         if isinstance(checked, LoRAPluginsError) and is_sound is True:
             is_sound = await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S)
         if is_sound is True and not isinstance(checked, BaseException):
@@ -242,12 +255,14 @@ class VersionStore:
         self._store.leases.release(digest, asker.holder)
         if is_sound is False:
             raise DamagedCopy.of(digest)
+        # Where hashing failed too, its error goes first: the files cannot be read.
         raise next(error for error in (is_sound, checked) if isinstance(error, BaseException))
 
     async def _check(self, stored: _Stored, asker: _Asker) -> VerifiedAdapter:
-        """Validate a leased version against the base model; a check on arrival saves reading the files.
+        """Check that a leased version fits the base model, if there is one to compare.
 
-        Values were checked on arrival, in this process or another.
+        The files are read, unless this call has fetched and so read them (`stored.arrived`). The values of the weights
+        are not checked again: the process that fetched the version has checked the values.
         """
         arrived = stored.arrived
         if arrived is None:
@@ -257,20 +272,25 @@ class VersionStore:
         return await asyncio.to_thread(fit_adapter, arrived.adapter, asker.base, self._settings, stored.directory)
 
     async def _obtain(self, name: str, source: Source, adapter: RemoteAdapter, asker: _Asker) -> _Stored:
-        """Have the version in the store, leased: found there, or fetched in a place of the principal."""
+        """Lease the version in its source's form: found in the store, or fetched in a place of the principal.
+
+        Raises:
+            LoRAPluginsError: as `serve`.
+        """
         version = (adapter.uri, adapter.version)
-        # The same bytes would be refused again after a fetch of gigabytes.
+        # After a fetch of gigabytes, the same bytes would be refused again.
         if (refused := self._known.refused.get(version)) is not None:
             raise copy.copy(refused)  # a copy: raising one object again and again grows its traceback
         with describing(place=adapter.uri):
             selected = select_files(adapter, self._settings)
-        # A version that is here takes no place: the source may not answer.
+        # A version that is in the store takes no place, because places are busy while the source does not answer.
         names = {file.name for file in selected.files}
         if (found := await asyncio.to_thread(self._store.find_leased, *version, names, asker.holder)) is not None:
             return found
         if (fetches := self._fetches.get(id(source))) is None:
             fetches = self._fetches[id(source)] = fetches_of(source, self._settings.fetch_timeout_s, self._events)
         size_bytes = sum(file.size_bytes for file in selected.files)
+        # Whether all files are fetched together, without verifying the configuration first.
         is_at_once = not source.remote and size_bytes <= _COPIED_AT_ONCE_BYTES
 
         async def fetch(download: PartialDownload) -> None:
@@ -283,6 +303,7 @@ class VersionStore:
                     first = tuple(file for file in selected.files if file.name in _JUDGED_FIRST)
                     await fetches.breaker.judged(source.fetch(replace(selected, files=first), download), adapter.uri)
                     await asyncio.to_thread(self._check_fetched, selected, first, asker.base, download.directory)
+                    # Files that are there already, the first ones at least, are not fetched again.
                     left = (file for file in selected.files if not (download.directory / file.name).exists())
                     rest = replace(selected, files=tuple(left), is_rest=True)
                 if rest.files:
@@ -291,12 +312,13 @@ class VersionStore:
         try:
             async with fetches.turn(asker.principal):
                 started = time.perf_counter()
-                base = asker.base if is_at_once else None  # `fetch` has compared the others
+                base = asker.base if is_at_once else None  # otherwise `fetch` has compared the configuration already
                 check = partial(self._check_fetched, selected, selected.files, base)
                 stored = await self._store.obtain(selected, fetch, check, asker.holder)
         except _BytesRefused as bytes_refused:
             error = bytes_refused.error
-            self._known.refused[version] = copy.copy(error)  # before the name is added: other names may ask too
+            # A copy without the adapter's name, which callers add to `error`: other names may ask for the version too.
+            self._known.refused[version] = copy.copy(error)
             raise error from None
         if not stored.fetched:
             return stored
@@ -307,17 +329,17 @@ class VersionStore:
     def _leased_version(
         self, digest_prefix: str, may_reach: Callable[[Manifest], bool], holder: object
     ) -> Manifest | None:
-        """The only matching version that the name may reach, leased; None for none, and for more than one."""
+        """Lease the version that matches and that `may_reach` allows; None where no version or more than one does."""
         found = []
         with store_errors():
             for digest in self._store.published.matching(digest_prefix):
                 try:
                     manifest = Manifest.read(self._store.layout.adapter(digest))
-                except InvalidAdapter:
+                except InvalidAdapter:  # a damaged entry, which could not be served
                     continue
                 if may_reach(manifest):
                     found.append(manifest)
-        # Two matches: a prefix must never choose between versions.
+        # With two matches, the prefix does not say which version is meant.
         if len(found) != 1 or self._store.acquire(found[0].digest, holder) is None:
             return None
         return found[0]
@@ -325,35 +347,41 @@ class VersionStore:
     def _check_fetched(
         self, selected: RemoteAdapter, fetched: tuple[SourceFile, ...], base: BaseModel | None, directory: Path
     ) -> ReadAdapter:
-        """Verify the fetched files, all selected or still without weights, and compare the configuration with `base`.
+        """Verify the `fetched` files, and compare the configuration with `base`, unless None.
+
+        Where `fetched` are not all `selected` files, there are no weights yet, and only the configuration is verified.
 
         Raises:
-            _BytesRefused: the bytes are no adapter that can be served. LoRAPluginsError: the files could not be read.
+            _BytesRefused: the bytes are no adapter that can be served.
+            LoRAPluginsError: the files could not be read.
         """
         try:
             read = children().read(directory, self._settings, config_only=fetched != selected.files).result()
             config = read.adapter.config
-            # Patterns may match no module, so ranks of patterns wait for the weights.
+            # The configuration may give other ranks to modules by patterns (`rank_pattern`). Patterns may match no
+            # module, so only the weights show whether a rank above `config.rank` counts.
             if base is not None and config.max_rank == config.rank:
+                # The file that `adapter/verify.py` names for the same fault of an adapter with weights.
                 is_pickle = any(file.name in PICKLE_FILES for file in selected.files)
                 with describing(file=CONFIG_FILE if is_pickle else WEIGHTS_FILE):
                     check_config(config, base, self._settings.base_match)
         except LoRAPluginsError as error:
             kind = kind_of(error)
             if kind is ErrorKind.ABSENCE and not all((directory / file.name).exists() for file in fetched):
-                raise gone() from error  # the source has the files: another program cleans up in the store
+                # The files were fetched, so another program has removed them from the store: no fault of the bytes.
+                raise gone() from error
             if kind in (ErrorKind.VERDICT, ErrorKind.ABSENCE):
                 raise _BytesRefused(error) from error
             raise
         return read
 
     async def read(self, directory: Path, principal: Hashable) -> ReadAdapter:
-        """Read a leased version in a place of `principal`."""
+        """Read and verify a leased version in a place of `principal`, but not the values of the weights."""
         async with self._reading.held(principal):
             return await asyncio.wrap_future(self._read(directory))
 
     def _read(self, directory: Path) -> Future[ReadAdapter]:
-        """Verify files again that were verified before, but skip the values."""
+        """Begin to verify files of the store again, without the values, which were checked before the publication."""
         return children().read(directory, replace(self._settings, check_finite=False))
 
 
@@ -366,6 +394,7 @@ def _resolved(
     of_chats: tuple[str, ...],
     holder: Hashable = None,
 ) -> ResolvedAdapter:
+    """Describe a version for callers; `origin` is the source's label, the URI, and the version there."""
     source, uri, version = origin
     return ResolvedAdapter(
         name=name,
