@@ -254,7 +254,7 @@ class AdapterResolver:
 
         Raises:
             AdapterNotFound: the name is malformed, and there is no URI.
-            LoRAPluginsError: the URI is malformed or not allowed, or the name cannot be given to a URI.
+            LoRAPluginsError: the URI is malformed or not allowed, or an adapter at a URI cannot have this name.
         """
         if uri is None:
             return Query(AdapterName.parse(name))

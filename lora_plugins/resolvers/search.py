@@ -135,7 +135,7 @@ class SourceSearch:
         `last` is the version that the query found before; None for a new name. An error is in the result, not raised.
         """
         looked, name = LookedUp(), str(query.name)
-        # Only other names may be part of a flood of unknown names (`admission.py`), and wait behind limits.
+        # False for a name that may be one of a flood of unknown names, which `admission.py` limits.
         is_known = query.uri is not None or query.force_refresh or last is not None
         unavailable: SourceUnavailable | None = None
         try:

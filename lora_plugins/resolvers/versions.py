@@ -283,7 +283,7 @@ class VersionStore:
             raise copy.copy(refused)  # a copy: raising one object again and again grows its traceback
         with describing(place=adapter.uri):
             selected = select_files(adapter, self._settings)
-        # A version that is in the store takes no place, because places are busy while the source does not answer.
+        # A version in the store needs no place, and is served even while the source does not answer.
         names = {file.name for file in selected.files}
         if (found := await asyncio.to_thread(self._store.find_leased, *version, names, asker.holder)) is not None:
             return found
