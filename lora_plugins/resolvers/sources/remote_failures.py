@@ -290,7 +290,7 @@ def map_error(error: BaseException, *, file: str = "") -> LoRAPluginsError:
 
 def _must_have_code(error: BaseException) -> bool:
     """Whether S3 itself would state an error code: in answers with a body, so in all but answers to HEAD."""
-    operation = getattr(error, "operation_name", "")  # of botocore's ClientError, such as `HeadObject`
+    operation = getattr(error, "operation_name", "")  # of botocore's ClientError: "HeadObject" for HEAD
     return bool(operation) and not operation.startswith("Head")
 
 
