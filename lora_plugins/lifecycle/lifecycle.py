@@ -3,7 +3,8 @@
 Runs in the event loop of the only API server, or of the leading one (`leader.py`). Calls come from the admin API
 (`api/routes.py`), from vLLM's own load and unload calls, from vLLM's resolver for an unknown model name
 (`vllm_patches/api_server/openai_serving_models.py`), and from `reconciler.py`. A call ends with the change made in
-vLLM's table of names and in the engines, or raises and has changed nothing.
+vLLM's table of names and in the engines, or raises and has changed nothing; only `resolve` returns while the engines
+still load.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Lifecycle:
     - `moves`: running requests go on with the new version too, instead of finishing on the old one.
 
     Attributes:
-        written: waits until what is served is written down for the next start.
+        written: returns once the list of served names is on disk for the next start; a reconciler sets `written`, and
+            without a reconciler no list is written.
         copies: the store's copies of served adapters.
         resolving: resolves that requests wait for, by name.
     """
@@ -54,6 +56,7 @@ class Lifecycle:
         self.copies = copies or Copies(server)
         self.written: Callable[[], Coroutine[Any, Any, None]] = lambda: asyncio.sleep(0)  # until a reconciler writes
         self.resolving: SingleFlight[str, Any] = SingleFlight()
+        # A mixture is made of the versions that its parts' names serve now.
         server.resolver.lease_served = self._lease_served
         server.resolver.on_abandoned = lambda resolved: server.forget(resolved.name, resolved)
 
@@ -69,24 +72,26 @@ class Lifecycle:
         async with server.vllm.lock(name):
             if (served := self.registry.get(name)) is not None:
                 return served.request
-            if not server.resolver.sources:  # else names of other packages' resolvers would count as unknown
+            if not server.resolver.sources:  # a look-up would count the names of other packages' resolvers as unknown
                 return None
             caller = server.resolver.principal()
             for tries_left in reversed(range(TRIES)):
                 if (version := (await server.resolver.look_up(name, server.vllm.base_path)).version()) is None:
                     return None
                 path = await server.engine_path(name, version)
-                if version.parts:
+                if version.parts:  # a mixture
                     with server.released_on_error(name, version):
                         await self.copies.idle.make_place(caller)
                         # A block of a part meanwhile has unloaded only the mixtures that were served then.
                         self.registry.blocked.refuse(name)
-                # A part may have changed while its mixture was made, and this request may be of after the change.
+                # A part's name may have changed while the mixture was made, and this request may have come after the
+                # change, so the mixture is made once more. At the last try, a stale mixture is served.
                 if not (tries_left and self.registry.is_stale(version)):
                     break
                 server.release(name, version)
             request = server.vllm.new_request(name, path)
-            self.planner.used(request)  # or a new mixture would be the next to leave, before its request
+            # Without a time of use, `make_place` would unload the new mixture first, before the mixture's request runs.
+            self.planner.used(request)
             adapter = ServedAdapter(name, request, version, caller=caller)
             adapter.loading = background(self._loading(adapter, request))
             self.registry.put(adapter)
@@ -96,14 +101,15 @@ class Lifecycle:
     async def load(self, name: str, uri: str | None = None, *, expects: str | None = None) -> VersionChange:
         """Serve a name; from `uri`, or from wherever the server's sources have the name.
 
-        A served name stays as it is; with another URI, the name is swapped. The load ends the name's own block.
+        A served name stays as it is; with another URI, the name is swapped. The load ends a block of exactly this name.
 
         Raises:
             VersionMismatch: another version is served than expected.
             LoRAPluginsError: the adapter cannot be served. In both cases nothing has changed.
         """
         self._check_name(name)
-        seen = block_to_end(self.server, name)  # once: a block that comes while this call waits holds
+        # Read once: the load ends only the block that is in force now. A later block refuses the load.
+        seen = block_to_end(self.server, name)
         while True:
             async with self.server.vllm.lock(name), ending_block(self.server, name, seen):
                 adapter = self._present(name, expects)
@@ -111,14 +117,15 @@ class Lifecycle:
                     return await change(self.server, adapter, await find(self.server, name, uri), uri, None)
             if adapter.loading is None:
                 return VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
-            # The engines may refuse what a request has found. Without the lock: an unload must not wait for the load.
+            # A request's load is under way and may fail, so decide again after its end. Wait without the lock: an
+            # unload must not wait for the load.
             await asyncio.wait([adapter.loading])
 
     async def load_version(self, text: str) -> ServedAdapter | None:
         """Serve `name@digest`, with at least the digest's first 8 characters, as a name of its own, beside `name`.
 
-        None where this process has not had the version under the name, the store no longer has the version, or `text`
-        is not of this form.
+        Returns None where this process has not found the version under the name, where the store no longer has the
+        version, and where `text` is not of this form.
 
         Raises:
             LoRAPluginsError: the version cannot be served.
@@ -141,7 +148,7 @@ class Lifecycle:
             if version is None:
                 return None
             adapter = ServedAdapter(text)
-            await change(self.server, adapter, version, None, version.digest)
+            await change(self.server, adapter, version, uri=None, held_digest=version.digest)
         return adapter
 
     async def prefetch(self, name: str, *, expects: str | None = None) -> ServedAdapter:
@@ -154,6 +161,7 @@ class Lifecycle:
         self.registry.blocked.refuse(name)
         loaded = await self.load(name, expects=expects)
         adapter = self.registry.require(name)
+        # The engines may have evicted an adapter that was served before this call.
         if loaded.reason is not ChangeReason.LOADED:
             async with self.copies.using(adapter.request) as request:
                 await self.planner.load(request, uri=adapter.uri, wants_slot=False)
@@ -162,9 +170,10 @@ class Lifecycle:
     async def load_by_path(
         self, name: str, path: str, base_name: str | None = None, *, moves: bool = False
     ) -> VersionChange:
-        """Serve the adapter now at a path, or what only workers find there; with the name's lock.
+        """Serve the adapter whose files are now at a path; the caller holds the name's lock.
 
-        A served name is swapped. `base_name`: as in `ServedAdapter`.
+        Where this host has no files at the path, only the workers read the path. A served name is swapped. `base_name`:
+        as in `ServedAdapter`.
 
         Raises:
             LoRAPluginsError: the adapter cannot be served; the name goes on serving the present version.
@@ -174,7 +183,9 @@ class Lifecycle:
         adapter.base_name = base_name or adapter.base_name
         with updating(self.server, adapter):
             version = await self.server.resolver.snapshot(name, place, self.server.vllm.base_path)
+            # Of an adapter that only the workers have, neither digest nor place is known.
             uri, held = (None, None) if version is None else (place, version.digest)
+            # For a served name `updating` emits the event of a failure, so `change` must not emit another.
             is_noted = adapter.is_served
             return await change(self.server, adapter, version, uri, held, path=path, moves=moves, is_noted=is_noted)
 
@@ -211,7 +222,7 @@ class Lifecycle:
             adapter = self._present(name, expects)
             with updating(self.server, adapter):
                 version = await self.server.resolver.pushed(pushed, self.server.vllm.base_path)
-                digest, is_noted = version.digest, adapter.is_served
+                digest, is_noted = version.digest, adapter.is_served  # `is_noted`: as in `load_by_path`
                 if options.get("pins") and digest == adapter.digest:  # `change` does not pin what is served already
                     await self._pin(adapter)
                 return await change(self.server, adapter, version, None, digest, is_noted=is_noted, **options)
@@ -221,8 +232,9 @@ class Lifecycle:
     ) -> ServedAdapter:
         """Serve a name from exactly this place, in the version of the whole `digest` if given, and stay there.
 
-        `uri` None stands for wherever the server's sources have the name; a path is of a `load_by_path`. A name served
-        otherwise is swapped. `is_noted`: as in `PlannerClient.load`.
+        `uri` is None for wherever the server's sources have the name; a path in the place of a URI comes from an
+        earlier `load_by_path`. A name served from another place, or in another version, is swapped. `is_noted`: as in
+        `PlannerClient.load`.
 
         Raises:
             LoRAPluginsError: the adapter cannot be served so; nothing has changed.
@@ -234,10 +246,11 @@ class Lifecycle:
             adapter = self._present(name)
             if not adapter.is_served or adapter.uri != uri or digest not in (None, adapter.digest):
                 version = await find_version(self.server, name, uri, digest)
-                await change(self.server, adapter, version, uri, None, is_noted=is_noted)
+                await change(self.server, adapter, version, uri, held_digest=None, is_noted=is_noted)
+            # Also where the right version was served already: a digest fixed by a rollback or push is fixed no more.
             adapter.held_digest = None if digest is None else adapter.digest
         self.server.on_change()
-        if adapter.loading is not None:  # as in `load`
+        if adapter.loading is not None:  # a request's load may fail: decide again after its end, as in `load`
             await asyncio.wait([adapter.loading])
             return await self.declare(name, uri, digest, is_noted=is_noted)
         return adapter
@@ -245,8 +258,8 @@ class Lifecycle:
     async def restore(self, adapter: DesiredAdapter) -> ServedAdapter | None:
         """Serve a name in the version that the server before this one served, from the store, without asking a source.
 
-        None where the name is served already, or the version is missing from the store or damaged, does not fit the
-        model, or came from a source that this server does not have.
+        Returns None where the name is served already, where no version was written down, and where the version is
+        missing from the store or damaged, does not fit the model, or came from a source that this server does not have.
 
         Raises:
             LoRAPluginsError: the name is blocked, or the engine cannot load the version.
@@ -262,13 +275,13 @@ class Lifecycle:
             if version is None:
                 return None
             served = ServedAdapter(name)
-            await change(self.server, served, version, uri, None)
+            await change(self.server, served, version, uri, held_digest=None)
         return served
 
     async def refresh(self, name: str, *, expects: str | None = None, moves: bool = False) -> VersionChange:
         """Look for a new version at the source and swap to the new version.
 
-        A version with a damaged copy in the store is fetched and loaded again.
+        A version whose copy in the store is damaged is fetched and loaded again, even if the source has no newer one.
 
         Raises:
             VersionMismatch: another version is served than expected.
@@ -278,9 +291,10 @@ class Lifecycle:
             return await self._refresh(adapter, moves=moves)
 
     async def poll(self, name: str) -> None:
-        """Do as `refresh`, for the poller: a fixed digest stays, and errors are only noted, or logged.
+        """Refresh a name for the poller: as `refresh`, but nothing is raised, and a fixed digest stays.
 
-        A version without a lease is not fetched before the next request. A name blocked by another server is unloaded.
+        A version without a lease is not fetched before the next request. A name that another server has blocked in the
+        shared store is unloaded.
         """
         if name in self.registry.blocked:
             background(free(self.server, name, blocked(name), if_blocked=True))
@@ -290,12 +304,12 @@ class Lifecycle:
                 adapter = self.registry.get(name)
                 if adapter is None or adapter.version is None or adapter.held_digest is not None:
                     return
-                # `relieve` has ended the lease, so no request uses the adapter; the next request fetches the newest
-                # version.
+                # Without a lease no request uses the adapter: `Copies.relieve` has ended the lease. The next request
+                # fetches the newest version.
                 if self.server.resolver.store.is_leased(name, adapter.version.path):
                     with polling():
                         await self._refresh(adapter)
-        except LoRAPluginsError:
+        except LoRAPluginsError:  # noted in the adapter's `last_error`
             return
         except Exception:  # noqa: BLE001 - look for the other names all the same
             logger.exception("Looking for a new version of adapter '%s' failed", name)
@@ -313,18 +327,21 @@ class Lifecycle:
         """Go back to the version before, or to the version whose digest begins with `digest`, and stay there.
 
         The name keeps its last `KEPT_VERSIONS`; the store may still have older versions. A beginning of a digest
-        matches only versions that this name has had, and so does a whole one without `of_any_name`. Inside
-        `admit`, which raises where no version of so many bytes may stay, the name changes.
+        matches only versions that this name has had; a whole digest matches other names' versions too, if
+        `of_any_name`. The name changes inside `admit(SIZE)`, with the version's bytes; `admit` raises where the
+        caller's share of the store has no room for a version of this size.
 
         Raises:
             VersionMismatch: another version is served than expected. AdapterNotFound: no such version is left.
             LoRAPluginsError: the version cannot be loaded; the name goes on serving the present version.
         """
-        refuse_mixture(name)  # it would have parts that its name no longer means
+        # An earlier version of a mixture holds earlier versions of its parts, which the name no longer means.
+        refuse_mixture(name)
         async with self._served(name, expects) as adapter:
             version = next((v for v in adapter.previous if digest is None or v.digest.startswith(digest)), None)
             if version is not None and not await self.copies.has(name, version):
                 version = None
+            # Only a whole digest proves that the caller knows the version.
             of_any_name = of_any_name and digest is not None and is_digest(digest)
             if version is None and digest is not None:
                 version = await self.server.resolver.of_digest(name, digest, of_any_name=of_any_name)
@@ -368,13 +385,13 @@ class Lifecycle:
     ) -> bool:
         """Serve a name no longer, and free slot, host memory and lease once the name's requests have left.
 
-        Requests that were accepted before have `timeout_s`; then those that run are ended, and those that wait are
-        refused. Returns whether all is free; if not, all will be free as soon as the last request has left. Without
-        `block`, a later request resolves the name again.
+        Requests that were accepted before have `timeout_s`, or the server's drain timeout where None; then running
+        requests are ended, and waiting requests are refused. Returns whether slot, host memory and lease are free; if
+        not, the last request to leave frees them. Without `block`, a later request resolves the name again.
 
-        A block covers all revisions, and refuses requests that wait at once. The block holds before any wait, and is on
-        disk before the return; where `timeout_s` is None, the call waits neither for the name's lock nor for running
-        requests.
+        With `block`, all revisions of the name are blocked, and waiting requests are refused at once. The block holds
+        before any wait, and is on disk before the return. With `block` and without `timeout_s`, the call waits neither
+        for the name's lock nor for running requests.
 
         Raises:
             AdapterNotFound: the name is not served.
@@ -383,7 +400,7 @@ class Lifecycle:
         """
         if not block:
             freed = await free(self.server, name, no_longer_served(name), timeout_s, expects)
-            if freed is None:
+            if freed is None:  # there was nothing to unload
                 raise self.registry.not_served(name)
             return freed
         self._check_name(name)
@@ -391,7 +408,9 @@ class Lifecycle:
         return await block_name(self.server, name, timeout_s)
 
     async def remove(self, name: str) -> None:
-        """Serve a name no longer, as vLLM's own call: requests that were accepted before end by themselves.
+        """Serve a name no longer, as vLLM's own unload call does: requests accepted before run to their own end.
+
+        Unlike `unload`, this call waits for no request, and no drain timeout ends requests.
 
         Raises:
             AdapterNotFound: the name is not served.
@@ -405,8 +424,8 @@ class Lifecycle:
         """Load a resolved adapter, and serve the adapter no longer where the engine cannot load it."""
         try:
             await self.planner.load(request)
-        except LoRAPluginsError:  # the adapter's requests are answered with the error
-            # Another version has taken the name meanwhile; the failure is not of that version.
+        except LoRAPluginsError:  # the scheduler answers the waiting requests with the error, so do not raise
+            # Where another version has taken the name meanwhile, the failure does not concern that version.
             if self.registry.get(adapter.name) is not adapter or adapter.request is not request:
                 return
             self.registry.remove(adapter.name)
@@ -418,7 +437,10 @@ class Lifecycle:
             adapter.loading = None
 
     async def _lease_served(self, name: str, holder: Hashable) -> Path | None:
-        """Lease the version that a part of a mixture serves for a holder; None where the part is not served."""
+        """Lease, for `holder`, the version that a name serves now, and return its directory; None where not served.
+
+        The name is a part of a mixture that is being made.
+        """
         async with self.server.vllm.lock(name):
             if (adapter := self.registry.get(name)) is None:
                 return None
@@ -429,14 +451,14 @@ class Lifecycle:
             return adapter.version.path
 
     def _present(self, name: str, expects: str | None = None) -> ServedAdapter:
-        """The adapter served now, in the version expected, or a new one to load; with the name's lock."""
+        """The adapter served now, in the version expected, or a new one to load; the caller holds the name's lock."""
         adapter = self.registry.get(name)
         self.registry.check_version(name, expects)
         return adapter or ServedAdapter(name)
 
     @asynccontextmanager
     async def _served(self, name: str, expects: str | None = None) -> AsyncIterator[ServedAdapter]:
-        """Inside, with the name's lock, the adapter that is served in the version expected."""
+        """Hold the name's lock inside, and yield the adapter that is served in the version expected."""
         async with self.server.vllm.lock(name):
             adapter = self.registry.require(name)
             self.registry.check_version(name, expects)
@@ -461,6 +483,7 @@ class Lifecycle:
             )
         try:
             AdapterName.parse(name)
+        # A malformed name is not found where a request names it; an operator's call is told what is wrong with it.
         except AdapterNotFound as error:
             raise InvalidAdapter(error.found, expected=error.expected, remedy="choose another name") from None
 

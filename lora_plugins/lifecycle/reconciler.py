@@ -2,14 +2,15 @@
 
 Runs in the event loop of the leading API server: `endpoint_plugin.py` awaits `start` before the server is ready, and
 then runs `follow` and `poll` as tasks. Names come in, with a place, a digest or a pin where given; `lifecycle.py`
-serves, swaps and unloads the names, and the served file gets what is served.
+serves, swaps and unloads the names, and `served_file.py` writes the list of served names to disk. "The file" is below
+always the file of `LORA_PLUGINS_ADAPTERS_FILE`; its adapters are *declared*. The written list is "the list".
 
 Three places name adapters: `LORA_PLUGINS_PRELOAD`, the list of the last server (`LORA_PLUGINS_RESTORE`), and the file
 of `LORA_PLUGINS_ADAPTERS_FILE`. The loop follows the file while the server runs, and the file decides over the names in
 the file. The other two are read at the start, and only add names. Between two changes of the file only failed adapters
-are tried again: an administrator's swap, unload or rollback stays. Served names outside the file, and rollbacks of
-names in the file, are written down for the next server. A rollback lasts without `LORA_PLUGINS_RESTORE` too: a restart
-must not serve the version that an operator has rolled back from.
+are tried again: an administrator's swap, unload or rollback stays. The list has the served names outside the file, and
+the rollbacks of names in the file. A rollback lasts without `LORA_PLUGINS_RESTORE` too: a restart must not serve the
+version that an operator has rolled back from.
 
 Adapters of the last server are served from the store before the server is ready, and only then the sources are asked
 for newer versions: an outage of a source neither takes away an adapter in the store, nor holds back the start. Adapters
@@ -45,10 +46,11 @@ from lora_plugins.settings import Settings
 from lora_plugins.store.disk_errors import store_errors
 
 LOOK_INTERVAL_S = 2.0  # a mounted ConfigMap shows a change after about a minute
-RETRY_S = 4.0  # with the time for which a fault is remembered, less than 5 s
+RETRY_S = 4.0  # a fault is remembered for a moment besides: together less than 5 s
 _AT_ONCE = 4  # loads of one bucket, organisation or directory, and polls of one source: a hanging source stops no other
 _JITTER = 0.2
-_FROZEN_FROM = 5_000  # restored names, from which on garbage collections would visit all of them again and again
+# Restored names, from which on `gc.freeze` takes them out of garbage collections, each of which would visit them all.
+_FROZEN_FROM = 5_000
 
 
 @dataclass(slots=True)
@@ -57,9 +59,9 @@ class Target:
 
     Attributes:
         is_declared: the file declares the adapter; else the settings or the last server's list do.
-        is_done: the adapter is served as wanted; or the start gave up, because the error is permanent or because
-            somebody else has decided.
-        error: the error of the last try.
+        is_done: nothing is left to try: the adapter is served as wanted, or an undeclared adapter was given up, because
+            its error is permanent or because an operator has loaded or blocked the name meanwhile.
+        error: the error of the last try; None before a try, and after a success.
     """
 
     adapter: DesiredAdapter
@@ -120,18 +122,20 @@ class Reconciler:
         started, path = time.perf_counter(), self._settings.adapters_file
         deadline_s = self._settings.fetch_timeout_s  # for all adapters together: a hanging source must not add up
         self._targets = {name: Target(DesiredAdapter(name)) for name in map(canonical, self._settings.preload)}
-        rolled_back = await self._restore()
+        rolled_back = await self._restore()  # of names that the last server's file declared
         if path is not None:
             self._content = content = await asyncio.to_thread(read_bytes, path)
             entries = dict(parse(content, path, AllowedUris.parse(self._settings.allowed_uris)))
             for name in rolled_back.keys() & entries.keys():
+                # The rollback lasts where the file names the same place as then, and no digest of its own.
                 if (entries[name].uri, entries[name].held_digest) == (rolled_back[name].uri, None):
                     entries[name] = replace(entries[name], last_digest=rolled_back[name].held_digest)
             await self._declare(entries)
+        # What is not awaited, `follow` serves once the server is ready.
         awaited = [target for target in self._targets.values() if target.adapter.is_awaited]
         try:
             await self._begin(awaited)
-            with suppress(TimeoutError):
+            with suppress(TimeoutError):  # the loads go on, and `follow` reports their results
                 async with asyncio.timeout(deadline_s):
                     await self._serving.idle()
         except asyncio.CancelledError:
@@ -153,19 +157,20 @@ class Reconciler:
                 len(awaited),
                 time.perf_counter() - started,
             )
-        # Only now, so that the loads of the start do not write the list again and again.
+        # Connect the writer only now, so that the loads of the start do not write the list again and again.
         self._lifecycle.server.on_change, self._lifecycle.written = self._writer.write_soon, self._writer.written
         self._writer.write_soon()
 
     async def follow(self) -> None:
         """Serve the rest, and follow the file's changes; retry failed adapters.
 
-        Ends where every adapter is done, and there is no file. A source that does not answer delays no other source.
+        Without a file, returns once every adapter is done, and every restored adapter's source has answered. A source
+        that does not answer delays no other source.
         """
         path, waited_s = self._settings.adapters_file, 0.0
         try:
             await self._begin_asking(list(self._stale.values()))
-            # Failed targets wait for the first retry; the rest was not tried before the server was ready.
+            # Targets without an error were not tried before the server was ready; failed targets wait for the retry.
             await self._begin(target for target in self._targets.values() if target.error is None)
             while path is not None or self._stale or not all(target.is_done for target in self._targets.values()):
                 await asyncio.sleep(LOOK_INTERVAL_S)
@@ -180,9 +185,9 @@ class Reconciler:
             self._serving.end_all()
 
     async def poll(self) -> NoReturn:
-        """Ask the sources for newer versions every `LORA_PLUGINS_REFRESH_S`, plus or minus 20 %.
+        """Ask the sources for newer versions every `LORA_PLUGINS_REFRESH_S`.
 
-        So replicas do not ask together.
+        Each wait is longer or shorter by up to 20 %, so that replicas do not ask at the same time.
         """
         while True:
             wait_s = self._settings.refresh_s * random.uniform(1 - _JITTER, 1 + _JITTER)  # noqa: S311 - no secret
@@ -190,24 +195,29 @@ class Reconciler:
             await self._begin_asking(self._lifecycle.registry.all())
 
     async def _restore(self) -> dict[str, DesiredAdapter]:
-        """Take up the last server's list, or without `LORA_PLUGINS_RESTORE` its rollbacks; return those of its file."""
+        """Add the last server's list to the targets, or only the list's rollbacks where `LORA_PLUGINS_RESTORE` is 0.
+
+        Returns, by name, the rollbacks of adapters that the last server's file declared: `start` compares these with
+        the present file.
+        """
         pieces, rolled_back, restored = self._served.pieces(), dict[str, DesiredAdapter](), dict[str, Target]()
         is_whole, places = self._settings.restore != "0", self._lifecycle.server.resolver.places
         try:
             with store_errors():
                 while piece := await asyncio.to_thread(next, pieces, None):
-                    for one in piece:  # of a name in several lists the last entry counts
+                    for one in piece:  # several replicas' lists may have a name: the last entry counts
                         rolled_back.pop(one.name, None)
                         restored.pop(one.name, None)
                     lasting = [one for one in piece if _is_rolled_back(one, places)]
                     rolled_back |= {one.name: one for one in lasting if one.was_declared}
                     taken = [one for one in (piece if is_whole else lasting) if not one.was_declared]
                     restored |= {one.name: Target(one) for one in taken}
-                    if len(restored) >= _FROZEN_FROM:  # vLLM freezes too, once started
+                    if len(restored) >= _FROZEN_FROM:  # vLLM does the same, at the end of its own start
                         gc.freeze()
         except LoRAPluginsError as error:
             if is_whole:
                 raise
+            # Without `LORA_PLUGINS_RESTORE`, a start must not fail because of a list that the operator does not want.
             logger.warning("Rollbacks of the last server, if any, are forgotten: %s", error)
         self._targets |= restored
         return rolled_back
@@ -215,8 +225,8 @@ class Reconciler:
     async def _ask_for_newer(self, adapter: ServedAdapter) -> None:
         """Ask the source of an adapter for a newer version.
 
-        For a restored adapter, a source without an answer is asked again, and a name that its source no longer has is
-        unloaded: a start without the store would not have found the name.
+        For a restored adapter (one in `_stale`), a source without an answer is asked again later, and a name that its
+        source no longer has is unloaded: a start without the store would not have found the name.
         """
         name, registry = adapter.name, self._lifecycle.registry
         if registry.get(name) is adapter:
@@ -224,7 +234,7 @@ class Reconciler:
         if name not in self._stale:
             return
         error = None if adapter.last_error is None else adapter.last_error[0]
-        # Whoever has swapped or unloaded the adapter meanwhile has asked its source, too.
+        # Where another caller has swapped or unloaded the adapter meanwhile, that caller has asked the source.
         is_there = registry.get(name) is adapter
         if not is_there or not isinstance(error, SourceUnavailable):
             self._stale.pop(name, None)
@@ -234,22 +244,25 @@ class Reconciler:
             logger.info("The sources of all restored adapters have answered")
 
     async def _begin_asking(self, adapters: Sequence[ServedAdapter]) -> None:
-        """Begin to ask for newer versions of adapters, where an earlier question neither waits nor runs."""
+        """Begin to ask for newer versions of adapters, except of names whose earlier question still waits or runs."""
         async for adapter in in_steps(adapters):
             self._asking.begin(adapter.name, adapter)
 
     # --- the file ---
 
     async def _read_again(self, path: Path) -> bool:
-        """Take up the file's present content; returns whether it is new. A file with an error changes nothing."""
+        """Read the file, and declare its entries if its content is new; returns whether entries were declared.
+
+        A file with an error changes no target; `file_error` has the error.
+        """
         before, self._content = self._content, None
         try:
             self._content = content = await asyncio.to_thread(read_bytes, path)
-            if content == before:  # with an error or without: parsed once, not at each look
+            if content == before:  # also of a content with an error: parsed once, not at each look
                 return False
             entries = await asyncio.to_thread(parse_apart, content, path, self._settings.allowed_uris)
         except InvalidSettings as error:
-            if str(self.file_error) != str(error):
+            if str(self.file_error) != str(error):  # one event for an error, not one at each look
                 self._events.emit(DeclaredFileInvalid(error))
             self.file_error = error
             return False
@@ -260,10 +273,12 @@ class Reconciler:
     async def _declare(self, entries: Mapping[str, DesiredAdapter]) -> None:
         """Note the adapters that the file declares now, and begin to unload adapters no longer declared."""
         before, targets = self._targets, dict[str, Target]()
+        # Targets of the settings and of the last server's list stay, unless the file now decides over the name.
         async for name, target in in_steps(list(before.items())):
             if not (target.is_declared or name in entries):
                 targets[name] = target
         async for name, adapter in in_steps(list(entries.items())):
+            # An unchanged entry keeps its target, with the result so far; a new target is tried again.
             known = before.get(name)
             is_same = known is not None and known.is_declared and known.adapter == adapter
             targets[name] = known if known is not None and is_same else Target(adapter, is_declared=True)
@@ -271,7 +286,7 @@ class Reconciler:
         async for name, target in in_steps(list(before.items())):
             if targets.get(name) is target:
                 continue
-            serving = self._serving.end(name)
+            serving = self._serving.end(name)  # a load under way is of the former entry
             if name not in targets:
                 background(self._unload(name, serving))
 
@@ -290,6 +305,7 @@ class Reconciler:
     async def _begin(self, targets: Iterable[Target]) -> None:
         async for target in in_steps(list(targets)):
             name = target.adapter.name
+            # The file may have changed between two steps: a target that was replaced is not served.
             if self._targets.get(name) is target and not target.is_done:
                 self._serving.begin(name, target)
 
@@ -308,9 +324,9 @@ class Reconciler:
         name = target.adapter.name
         try:
             if not (self._is_decided(target) or await self._restored(target)):
-                is_served = self._lifecycle.registry.serves(name)  # by vLLM: --lora-modules
+                is_served = self._lifecycle.registry.serves(name)  # at the start, by vLLM's --lora-modules
                 if not (self._is_started or is_served) and _was_served(target):
-                    return  # the store has lost the version: `follow` asks its source once the server is ready
+                    return  # the store has lost the version: `follow` asks the source once the server is ready
                 with polling():
                     await self._make_so(target)
         except LoRAPluginsError as error:
@@ -332,6 +348,7 @@ class Reconciler:
     async def _restored(self, target: Target) -> bool:
         """Whether the last server's version is served from the store; pins the adapter if the last server had a pin."""
         adapter = target.adapter
+        # A target that stays at a fixed digest is for `_make_so`.
         served = await self._lifecycle.restore(adapter) if _was_served(target) else None
         if served is None:
             return False
@@ -344,13 +361,15 @@ class Reconciler:
         """Serve, pin or unpin an adapter as the target says; a source may be asked."""
         adapter = target.adapter
         served = self._lifecycle.registry.get(adapter.name)
-        # Else vLLM has loaded the name: --lora-modules. What a request is loading may still fail.
+        # An undeclared name that is served already stays as it is: vLLM's --lora-modules has loaded the name. A load
+        # that a request has begun does not count as served, because the load may still fail.
         if served is None or served.loading is not None or target.is_declared:
+            # `last_digest` of a declared adapter is the version of a rollback (see `start`).
             digest = adapter.held_digest or (adapter.last_digest if target.is_declared else None)
             served = await self._lifecycle.declare(adapter.name, adapter.uri, digest, is_noted=target.is_declared)
         if adapter.is_pinned:
             await self._lifecycle.pin(adapter.name)
-        elif target.is_declared and served.is_pinned:
+        elif target.is_declared and served.is_pinned:  # the file no longer asks for the pin
             await self._lifecycle.unpin(adapter.name)
         if target.error is not None:
             logger.info("Adapter '%s' is served now", adapter.name)
@@ -368,17 +387,20 @@ class Reconciler:
     # --- served adapters ---
 
     async def _what_is_served(self) -> list[Fields]:
-        """The served names, collected in steps; changes in between come with the next write."""
+        """The entries of the list: served names, collected in steps; changes in between come with the next write."""
         registry, declared, served = self._lifecycle.registry, self.declared or {}, list[Fields]()
         async for name in in_steps(registry.names()):
             it = registry.get(name)
-            # No version: only the workers have it. Mixtures are made again at the next request.
+            # Without a version, only the workers have the adapter, and no server could restore it. A mixture that is
+            # not pinned is made again at its next request.
             if it is None or it.version is None or (it.version.parts and not it.is_pinned):
                 continue
             target, place = declared.get(name), self._lifecycle.server.resolver.place_of(it.version)
-            held = it.held_digest if target is None or target.adapter.held_digest is None else None  # no rollback
+            # A digest that the file itself fixes is no rollback, and is not written.
+            held = it.held_digest if target is None or target.adapter.held_digest is None else None
+            # The fields of a `DesiredAdapter`, in order; the next start awaits each of them (True).
             served.append((name, it.uri, held, it.is_pinned, True, it.digest, place, target is not None))
-        # Keep names of the start that are not served yet: a restart must not lose them during a source's outage.
+        # Keep undeclared names that are not served yet: a restart during a source's outage must not lose these names.
         async for target in in_steps(list(self._targets.values())):
             is_open = not (target.is_done or target.is_declared or registry.serves(target.adapter.name))
             if is_open and target.adapter.name not in registry.blocked:
@@ -387,13 +409,17 @@ class Reconciler:
 
 
 def _is_rolled_back(adapter: DesiredAdapter, places: Mapping[str, str]) -> bool:
-    """Whether a name stays at a version of the file's URI, or of one of these places of sources; no push does."""
+    """Whether an entry of the last server's list is a rollback.
+
+    A pushed version is none, nor is a version of a source that this server does not have in `places`, nor one from a
+    URI, unless the last server's file declared the URI.
+    """
     if adapter.held_digest is None or is_by_digest(adapter.name, adapter.held_digest):
         return False
     return adapter.last_place in places if adapter.uri is None else adapter.was_declared
 
 
 def _was_served(target: Target) -> bool:
-    """Whether the last server has written down a version for the name, and served its source's newest."""
+    """Whether the last server's list has a version for the name that was not fixed, but the newest at its source."""
     adapter = target.adapter
     return not target.is_declared and adapter.last_digest is not None and adapter.held_digest is None

@@ -2,9 +2,10 @@
 
 Runs wherever an engine client is: in API servers, and in programs with vLLM's `LLM` or `AsyncLLM`. A caller's
 `LoRARequest`, from `add_lora` or with a prompt, comes in; out comes the request for the engine, with the path of the
-copy. That path fixes the bytes: later changes of the caller's files change nothing, and keys of cached prefixes never
-mix two contents. Copies are remembered by engine id (`lora_int_id`), because in vLLM a later request may name an
-adapter by the id alone, beside any path. No vLLM, no torch; for one event loop at a time.
+copy. The copy's path stands for fixed bytes: later changes of the caller's files change nothing, and keys of cached
+prefixes, which hold the path, never mix two contents. Copies are remembered by engine id (`lora_int_id`), because in
+vLLM a later request may name an adapter by the id alone, beside any path. No vLLM, no torch; for one event loop at a
+time.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from lora_plugins.resolvers.resolver import AdapterResolver
 from lora_plugins.resolvers.single_flight import NameLocks
 from lora_plugins.resolvers.sources.uri import place_by_path
 
-REMEMBERED = 10_000
-_NOWHERE = "/dev/null/"  # nothing lies below
+REMEMBERED = 10_000  # engine ids
+_NOWHERE = "/dev/null/"  # a request's path below names no file: only the engines have the adapter
 Held = Callable[[], Awaitable[Collection[int]]]
 
 
 @dataclass(frozen=True, slots=True)
 class _KeptSnapshot:
-    """The caller's path, its copy, and the copy before, which running requests may need.
+    """What an engine id stands for.
 
-    Without a `version`, only the engines have the adapter.
+    Attributes:
+        given: the path that the caller named.
+        version: the copy of the files at the path; None where only the engines have the adapter.
+        before: the engine id's former copy, which running requests may still need.
     """
 
     given: str
@@ -48,7 +52,7 @@ class Snapshots:
     Args:
         is_vllms: whether a request is vLLM's `LoRARequest`.
         base_path: the base model's path or Hub id.
-        held: returns the ids of the adapters that the engines hold, as of now.
+        held: returns the engine ids of the adapters that the engines have now.
     """
 
     def __init__(self, resolver: AdapterResolver, is_vllms: Callable[[Any], bool], base_path: str, held: Held) -> None:
@@ -57,14 +61,15 @@ class Snapshots:
         self._base_path = base_path
         self._held = held
         self._kept: OrderedDict[int, _KeptSnapshot] = OrderedDict()  # by engine id
-        self._trying: dict[int, object] = {}  # a mark of the last `trying` of an engine id that has not ended
+        self._trying: dict[int, object] = {}  # by engine id, a mark of the latest `trying`, while the load runs
         self._locks = NameLocks()  # of engine ids
 
     async def of(self, request: Any) -> Any:
-        """The request for the engine in the place of a prompt's request, which stays unchanged.
+        """The request for the engine in the place of a prompt's request, which is not changed itself.
 
-        With `load_inplace`, with a copy of the files now at the request's path; else with the copy of the engine id,
-        unless the path is another directory. Where neither has an adapter, the caller's request.
+        A request with `load_inplace` gets a copy of the files now at the request's path. Any other request gets the
+        copy that its engine id stands for, unless the request's path is another directory, which is copied. Where
+        neither path nor engine id has an adapter, the caller's request is returned.
 
         Raises:
             LoRAPluginsError: the adapter at the path cannot be served.
@@ -76,14 +81,13 @@ class Snapshots:
             if (known := self.known(request) or await self.by_id(request, adds=False)) is not None:
                 return known
             version, kept = await self.take(request), self._kept.get(request.lora_int_id)
-            # No adapter lies at the path.
-            if version is None:
+            if version is None:  # this host has no adapter at the path
                 return request if kept is None or request.load_inplace else _at(kept.version, request)
             with self.trying(request, version) as found:
                 return found
 
     def known(self, request: Any) -> Any:
-        """The request for the engine, as `of` returns, where no file has to be read; else None."""
+        """The request for the engine, as `of` returns, if known without reading a file; else None."""
         if self._stays(request):
             return request
         kept = self._kept.get(request.lora_int_id)
@@ -94,7 +98,10 @@ class Snapshots:
 
     @asynccontextmanager
     async def adding(self, request: Any) -> AsyncIterator[Any]:
-        """Take as `take` does, then `trying`, unless `by_id`; one call after the other for each engine id."""
+        """Inside, the engine adds the yielded request: the request of `by_id` if any, else a new copy, as in `trying`.
+
+        Calls with one engine id wait for each other.
+        """
         async with self._lock(request):
             if (known := await self.by_id(request)) is not None:
                 yield known
@@ -105,9 +112,10 @@ class Snapshots:
     async def by_id(self, request: Any, *, adds: bool = True) -> Any:
         """The request for the engine where the engine id alone says which adapter is meant; else None.
 
-        In vLLM the id alone counts once an adapter is loaded, and trainers send stub paths with later requests. So the
-        path, which may name something on the Hub, is not looked for where this object or the engines have the id. A
-        load in place, or a directory of this host, says more than the id. `adds`: the request is of `add_lora`.
+        In vLLM the id alone counts once an adapter is loaded, and trainers send stub paths with later requests. So
+        where this object or the engines have the id, the path is ignored, although it may name a repository of the Hub.
+        With `load_inplace`, or with a directory of this host, the path decides. `adds`: the request comes from
+        `add_lora`, not with a prompt.
         """
         engine_id, path, kept = request.lora_int_id, request.lora_path, self._kept.get(request.lora_int_id)
         if self._stays(request) or request.load_inplace or place_by_path(path).startswith("/"):
@@ -122,7 +130,9 @@ class Snapshots:
             asks_engines = kept.version.name != request.lora_name
         if asks_engines and engine_id not in await self._held():
             return None
-        if kept is None or (asks_engines and kept.version is not None):  # else a refusal would find the same once more
+        # Only the engines have the adapter from now on. An entry that says so already is not entered again, or its
+        # `before` would say the same, and `refused` would restore what was refused.
+        if kept is None or (asks_engines and kept.version is not None):
             self._remember(engine_id, kept := _KeptSnapshot(path, None))
         return _at(kept.version, request)
 
@@ -140,9 +150,9 @@ class Snapshots:
         Where the load raises, or `forget` comes during the load, the new version is dropped.
         """
         engine_id, this = request.lora_int_id, object()
-        # A request of another class may bring weights that no path names.
+        # A request of another class may bring weights that no path names, so only the engines have its adapter.
         kept = None if version is None and self._is_vllms(request) else _KeptSnapshot(request.lora_path, version)
-        # `forget`, or a later call for the id, takes this mark away: then the copy of this call is of no use any more.
+        # `forget`, or a later call for the id, replaces or removes this mark: then nobody needs this call's copy.
         self._trying[engine_id] = this
         try:
             yield request if version is None else _at(version, request)
@@ -159,7 +169,10 @@ class Snapshots:
                 del self._trying[engine_id]
 
     def forget(self, engine_id: int) -> None:
-        """End the leases of an engine id's copies, a running load's at its end; the store may remove the files."""
+        """End the leases of an engine id's copies, so that the store may remove the files.
+
+        The lease of a copy that is being loaded ends with the load.
+        """
         self._trying.pop(engine_id, None)
         self._drop(self._kept.pop(engine_id, None))
 
@@ -169,8 +182,12 @@ class Snapshots:
             self.forget(engine_id)
 
     def refused(self, taken: Any, error: LoRAPluginsError) -> None:
-        """Note an engine's refusal of a request from `of`; one that would come again restores the id's former copy."""
+        """Note an engine's refusal of a request that `of` has returned.
+
+        Where a retry would be refused too, the engine id stands for its former copy again, or for nothing without one.
+        """
         kept = self._kept.get(taken.lora_int_id)
+        # Another copy has taken the id meanwhile: the refusal says nothing about the other copy.
         if kept is None or (kept.version is not None and str(kept.version.path) != taken.lora_path):
             return
         is_gone = kept.version is None and isinstance(error, AdapterNotFound)  # the workers have the adapter no more
@@ -196,6 +213,7 @@ class Snapshots:
             self.forget(next(iter(self._kept)))
 
     def _drop(self, kept: _KeptSnapshot | None) -> None:
+        # The former copy too, if any.
         while kept is not None:
             if kept.version is not None:
                 self._resolver.store.release(kept.version.holder, kept.version.path)
@@ -209,12 +227,12 @@ class Snapshots:
 
 
 def only_engines_have(taken: Any) -> bool:
-    """Whether a request that `Snapshots` has returned names an adapter by its id alone: no file can be loaded."""
+    """Whether a request that `Snapshots` has returned names an adapter by its engine id alone, without any file."""
     return bool(taken.lora_path.startswith(_NOWHERE))
 
 
 def _at(version: ResolvedAdapter | None, request: Any) -> Any:
     found = copy.copy(request)
-    # Workers would take a relative path to the Hub, past every check.
+    # Absolute in any case: workers would look for a relative path on the Hub, past every check.
     found.lora_path = f"{_NOWHERE}{request.lora_path}" if version is None else str(version.path)
     return found

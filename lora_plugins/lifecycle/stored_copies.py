@@ -3,8 +3,8 @@
 Runs in the event loop of each API server: `vllm_patches/api_server/async_llm.py` enters `using` for each request, and
 `watch` looks for damage every few seconds. A follower has the subclass of `followed_copies.py`.
 
-An engine may read an adapter again for any request of the adapter, but for no other request. So each request has a
-lease of its own, from before the request reaches the engine until the request has ended; the name's own lease ends
+An engine may read an adapter's copy again for any request of the adapter, and at no other time. So each request leases
+the copy, from before the request reaches the engine until the request has ended. The name has a lease too, which ends
 where a fetch needs the room. A missing copy is fetched again before the request goes on, and so is a damaged copy,
 whichever process finds the damage. The engines then read the new copy under another engine id and another spelling of
 the path, because keys of cached prefixes hold the path: no request finds prefixes computed with damaged weights.
@@ -36,18 +36,20 @@ from lora_plugins.log import logger
 from lora_plugins.resolvers.known_versions import ResolvedAdapter
 from lora_plugins.store.disk_errors import DamagedCopy
 
-TRIES = 3  # while a request waits for a copy, the name may get another version, or the copy may be damaged again
+# While a request waits for a copy, the name may get another version, or the copy may be damaged again: then try again.
+TRIES = 3
 LOOK_S = 2.0
-_LOOKED_AT = 200  # copies in one look: a thousand system calls
+_LOOKED_AT = 200  # copies in one `look`, which takes a thousand system calls
 _RETRY_S = 15.0  # between two fetches of a missing copy that the engines need not read
-_HASHED_S = 60.0  # a copy hashed so lately is not hashed again because an engine could not load it
+_HASHED_S = 60.0  # after a failed load, a copy that was hashed within this time is not hashed again
 
 
 class Copies:
     """The copies of one API server.
 
     Args:
-        leader: with followers, which end leases too where room is needed; None for a follower's copies.
+        leader: has the followers end their leases too, where a fetch needs room; None in a follower, and where there
+            are no followers.
     """
 
     def __init__(self, server: ApiServer, leader: Leader | None = None) -> None:
@@ -58,7 +60,8 @@ class Copies:
         self._shares = Shares(server.vllm.host_places, max_bytes)
         self._loop: asyncio.AbstractEventLoop | None = None  # of the server; damage may be found in another thread
         self._next = 0  # of the served digests in order: where the next `look` begins
-        self._pressed_at: int | None = None  # when a process needed room, as of the last `look`
+        # When a process last needed room, as read by the last `look`; None before the first `look`.
+        self._pressed_at: int | None = None
         self.idle = IdleAdapters(server)
         self._store.relieve = self.relieve
         # Names whose copies could not be fetched a moment ago.
@@ -68,7 +71,9 @@ class Copies:
 
     @asynccontextmanager
     async def using(self, request: Any, share: Share = NO_LIMIT) -> AsyncIterator[Any]:
-        """Inside, an engine may read the copy of the yielded request: the given request, or the name's present request.
+        """Inside, an engine may read the copy of the yielded request.
+
+        The yielded request is the given one, or the name's present one where the given one's copy had to be replaced.
 
         Raises:
             NoFreeSlot: the adapter would exceed the `share`.
@@ -83,19 +88,23 @@ class Copies:
                 self._store.release(holder, request.lora_path)
 
     def sharing(self, share: Share, name: str) -> AbstractAsyncContextManager[object]:
-        """Inside, a request of `share` uses the adapter of a name; raises the errors of `Shares.using`."""
+        """Inside, a principal's request uses the adapter of a name, which counts against the principal's `share`.
+
+        Raises the errors of `Shares.using`.
+        """
         adapter = self._registry.get(name)
+        # The size of an adapter that only the workers have is not known.
         size_bytes = adapter.version.size_bytes if adapter is not None and adapter.version is not None else 0
         return self._shares.using(share, name, size_bytes)
 
     @asynccontextmanager
     async def keeping(self, adapter: ServedAdapter) -> AsyncIterator[Any]:
-        """Do as `using`, for the present version, for a caller with the name's lock."""
+        """Do as `using` without a share, for the name's present version; the caller holds the name's lock."""
         holder = object()
         # `relieve` may end the name's lease between `_mend` and `share`, so try a few times.
         for _ in range(TRIES):
             await self._mend(adapter)
-            # From here the request's own lease keeps the copy, whatever happens to the name's lease.
+            # `holder` keeps the copy from here on, whatever happens to the name's lease.
             if self._store.share(adapter.request.lora_path, holder):
                 break
         request = adapter.request
@@ -109,7 +118,9 @@ class Copies:
         return await self._lease(version.digest, name, lambda: self._server.forget(name, version))
 
     async def have(self, name: str, engine_id: int) -> bool:
-        """Fetch the copy of a version again for a follower; False where the engine goes on with the weights in memory.
+        """Have a sound copy of a version that a follower's request needs; a missing or damaged copy is fetched again.
+
+        Returns False where no copy can be had, and the engine goes on with the weights in memory.
 
         Raises:
             LoRAPluginsError: no copy can be had, and the engine would have to read one.
@@ -117,14 +128,14 @@ class Copies:
         async with self._server.vllm.lock(name):
             adapter = self._registry.get(name)
             if adapter is None or adapter.version is None or adapter.engine_id != engine_id:
-                return True  # the leader has already told the follower the name's new version
+                return True  # the leader has already sent the follower what the name serves now, if anything
             return await self._mend_if_read(adapter)
 
     async def update(self, adapter: ServedAdapter, *, moves: bool = False, is_bound: bool = False) -> VersionChange:
-        """Swap to the newest version at the source; replace and load a damaged copy again, even by the same version.
+        """Swap to the newest version at the source; a damaged copy is fetched and loaded again, even of this version.
 
-        The caller holds the name's lock. With `is_bound`, only the name's fixed digest is accepted, if the name has
-        one; without, the digest is fixed no longer, except by a path.
+        The caller holds the name's lock. With `is_bound`, a name with a fixed digest accepts only this digest. Without
+        `is_bound`, any digest is accepted, and the name's digest is fixed no longer, except of a name loaded by a path.
 
         Raises:
             LoRAPluginsError: no version can be had; the name goes on serving the present version.
@@ -134,8 +145,9 @@ class Copies:
                 held = adapter.held_digest if is_bound else None
                 newest = await self._newest_sound(adapter, held)
                 # A name loaded by its path stays at the bytes read there, and the poller leaves the name alone.
-                place = adapter.uri, held if adapter.given_path is None else newest.digest
-                made = await change(self._server, adapter, newest, *place, moves=moves, is_noted=True)
+                uri_and_held = adapter.uri, held if adapter.given_path is None else newest.digest
+                # `updating` emits the event of a failure.
+                made = await change(self._server, adapter, newest, *uri_and_held, moves=moves, is_noted=True)
         except LoRAPluginsError as error:
             # An outage does not prove that the source has lost the version; an answer about the adapter does.
             adapter.is_only_copy = adapter.is_only_copy or isinstance(error, OfAdapter)
@@ -144,29 +156,34 @@ class Copies:
         return made
 
     async def after_failure(self, request: Any, error: LoRAPluginsError) -> Any:
-        """Return the request to try again with, where the copy is why an engine failed to load; None where not.
+        """Return the request to try again with, where an engine failed to load because of the copy; else None.
 
-        A damaged copy is flagged. A missing copy, of which the source has another version by now, is replaced here.
+        A damaged copy is flagged, and replaced when the caller tries again. A missing copy is replaced here, where the
+        engine's own fetch has failed: the source may have another version by now.
         """
         digest = self._store.digest_at(request.lora_path)
-        if digest is None:
+        if digest is None:  # the path is outside the store
             return None
         is_missing = not self._store.is_marked(digest) and not self._store.has(Path(request.lora_path))
         if is_missing and isinstance(error, SourceUnavailable):
             with suppress(LoRAPluginsError):  # the engine has already asked the source: its error stands
                 return await self._replaced(request)
+        # Only an error about the adapter's bytes can come from a damaged copy.
         if is_missing or not isinstance(error, OfAdapter):
             return None
         try:
             if await asyncio.to_thread(self._store.is_sound, digest, max_age_s=_HASHED_S):
                 return None
-        except SourceUnavailable:  # nobody can tell now whether the copy is at fault
+        except SourceUnavailable:  # the disk does not answer now, so the copy may be at fault: try again
             return request
         self._flag(digest)
         return request if self._registry.get(request.lora_name) is not None else None
 
     async def look(self) -> None:
-        """Find damaged copies, whichever process has marked them, and load their adapters again; make room if asked."""
+        """Find damaged copies and load their adapters again; end leases where another process needs room.
+
+        Any process of the store may mark a copy as damaged, or replace a damaged copy.
+        """
         self._loop = asyncio.get_running_loop()
         served = {adapter.version.digest for adapter in self._registry.all() if adapter.version is not None}
         # A window that moves on at each look, so that all copies are looked at in turn.
@@ -179,11 +196,11 @@ class Copies:
         for digest in replaced:
             with suppress(SourceUnavailable):
                 await asyncio.to_thread(self._store.is_sound, digest)
-            self._flag(digest)  # even if sound by now: the engines may have read the bytes in between
+            self._flag(digest)  # even if the copy is sound by now: the engines may have read the damaged bytes before
         # A new mark says that a fetch of another process needs room. The first look only learns the mark's time, which
         # may be of long ago.
         before, self._pressed_at = self._pressed_at, await asyncio.to_thread(self._store.pressed_at)
-        if before not in (None, self._pressed_at):
+        if before not in (None, self._pressed_at):  # not the first look, and the mark is new
             await self.relieve()
         await self.idle.unload_by_digest(MOST_BY_DIGEST)
         due = [it for it in self._registry.all() if it.is_damaged and it.name not in self._tried]
@@ -207,7 +224,7 @@ class Copies:
             if not self._is_flagged(request) and self._store.share(request.lora_path, holder):
                 return request
             if (digest := self._store.digest_at(request.lora_path)) is None:
-                return request  # outside the store, so nothing to lease
+                return request  # the path is outside the store: there is nothing to lease
             async with self._server.vllm.lock(request.lora_name):
                 adapter = self._registry.get(request.lora_name)
                 if adapter is None or adapter.version is None:
@@ -215,10 +232,11 @@ class Copies:
                     with suppress(LoRAPluginsError):
                         await self._lease(digest, holder, partial(self._store.release, holder, request.lora_path))
                     return request
-                must_read = await self._mend_if_read(adapter)
+                has_copy = await self._mend_if_read(adapter)
                 request = adapter.request
-            if not must_read:
+            if not has_copy:
                 return request
+            # The next round leases the mended copy to `holder`.
         raise DamagedCopy.of(Path(request.lora_path).name)
 
     def _is_flagged(self, request: Any) -> bool:
@@ -227,9 +245,10 @@ class Copies:
         return adapter is not None and adapter.is_damaged and adapter.engine_id == request.lora_int_id
 
     async def _mend_if_read(self, adapter: ServedAdapter) -> bool:
-        """Mend a copy; False where no copy can be had, and the engine goes on with the weights in memory.
+        """Mend the copy of a name's present version; the caller holds the name's lock.
 
-        After a failure the source is asked again only after `_RETRY_S`, not at each request.
+        Returns whether there is a sound copy; False where none can be had, and the engine goes on with the weights in
+        memory. After a failure the source is asked again only after `_RETRY_S`, not at each request.
 
         Raises:
             LoRAPluginsError: no copy can be had, and the engine would have to read one.
@@ -239,6 +258,7 @@ class Copies:
         try:
             await self._mend(adapter)
         except LoRAPluginsError as error:
+            # A refusal is about the caller or the server's settings, and holds whatever is in memory.
             if kind_of(error) is ErrorKind.REFUSAL or not await self._is_in_memory(adapter):
                 raise
             self._tried[adapter.name] = None
@@ -260,19 +280,24 @@ class Copies:
         """Have a sound copy leased for a name; a missing or damaged copy is replaced, perhaps by a newer version."""
         if adapter.version is None or (not adapter.is_damaged and await self.has(adapter.name, adapter.version)):
             return
+        # Before `update`, which loads again where the adapter is flagged: `has` may have found damage.
         self._note_damage(adapter)
         await self.update(adapter, is_bound=True)
 
     async def _newest_sound(self, adapter: ServedAdapter, held_digest: str | None) -> ResolvedAdapter:
-        """Return the newest version at the source, with sound bytes, leased for the name; raises as `update`."""
+        """Return the newest version at the source, with sound bytes, leased for the name.
+
+        With `held_digest`, the newest version must have this digest. Raises as `update`.
+        """
         name, server = adapter.name, self._server
         self._note_damage(adapter)
         # The second try replaces a copy that `is_sound` has just found damaged.
         for _ in range(2):
-            # `latest` asks the source, whatever the source answered a moment ago.
+            # `latest` asks the source again, even if an answer of a moment ago is remembered.
             newest = await self._resolver.latest(name, adapter.uri, server.vllm.base_path)
             if newest is None or held_digest not in (None, newest.digest):
                 server.release(name, *([] if newest is None else [newest]))
+                # The error says what the operator has to mend: the damaged copy that nothing replaces.
                 if adapter.is_damaged and adapter.version is not None:
                     raise DamagedCopy.of(adapter.version.digest, "its source does not have them any more")
                 raise gone_from_source(name)
@@ -291,11 +316,14 @@ class Copies:
         return None if adapter is None else adapter.request
 
     async def _lease(self, digest: str, holder: Hashable, end: Callable[[], object]) -> bool:
-        """Lease the copy of a digest, if its bytes are sound; `end` ends the lease of a caller who has left."""
+        """Lease the copy of a digest if its bytes are sound, and return whether.
+
+        `end` releases the lease where the caller was cancelled: the thread takes the lease all the same.
+        """
         leasing = asyncio.get_running_loop().run_in_executor(None, self._store.acquire_sound, digest, holder)
         try:
             return await asyncio.shield(leasing) is not None
-        except asyncio.CancelledError:  # the thread goes on, perhaps behind an unload of the name
+        except asyncio.CancelledError:  # the thread goes on, perhaps until after an unload of the name
             leasing.add_done_callback(lambda _: end())
             raise
 
@@ -313,9 +341,12 @@ class Copies:
         return bool(new)
 
     def _noted(self, event: Event) -> None:
-        """Schedule the flag at once, from any thread: a load after the replacement reads a sound copy."""
+        """Flag a copy that an event says is damaged, from any thread.
+
+        The flag must come before a fetch replaces the copy: a load after the replacement needs no flag.
+        """
         if isinstance(event, StoreDamaged) and self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed
+            with suppress(RuntimeError):  # the event loop is closed
                 self._loop.call_soon_threadsafe(self._flag, event.digest)
 
 
@@ -332,4 +363,4 @@ async def watch(copies: weakref.ref[Copies], interval_s: float = LOOK_S) -> None
             return  # vLLM's server is gone
         except Exception:  # noqa: BLE001 - the next look may succeed
             logger.exception("Looking after the copies in the store failed")
-        del there
+        del there  # while this task sleeps, its reference must not keep the copies alive
