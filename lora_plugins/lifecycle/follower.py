@@ -1,8 +1,8 @@
 """The follower: an API server that serves the names of the leader's table (`leader.py`), and changes none.
 
-Runs in the event loop of each API server of `vllm serve` but the first. The leader's messages come in and change the
-table; calls go out, such as to resolve an unknown name. `leader.py` describes the messages. A follower that loses its
-connection knows no name any more, and ends its process (`end_without_leader`).
+Runs in the event loop of each API server of `vllm serve` but the first, which is the leader. The leader's messages
+(*frames*) come in and change the table; calls go out, such as a call to resolve an unknown name. `leader.py` describes
+the frames. A follower that loses its connection empties its table, and ends its process (`end_without_leader`).
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from lora_plugins.log import logger
 
 _RETRY_S = 0.05
 _USED_AGAIN_S = 1.0  # between two reports of use of one adapter
-_OWN_END_S = 5.0  # vllm serve ends its API servers at once, but the leader may be the first to have ended
-_REMEMBERED = 10_000
+# `vllm serve` ends all its API servers together, and the leader may end first: wait for this process's own shutdown.
+_OWN_END_S = 5.0
+_REMEMBERED = 10_000  # engine ids
 
 
 class FollowedTable(UserDict[str, Any]):
-    """vLLM's table of names in a follower; only `Follower` changes it, as the leader says, by `data`."""
+    """vLLM's table of names in a follower: read-only for vLLM; `Follower` writes to `data` what the leader says."""
 
-    # `pop`, `update`, `setdefault` and `clear` of a UserDict end in these two.
+    # A UserDict's `pop`, `update`, `setdefault` and `clear` call these two methods, so they are refused too.
     def __setitem__(self, name: str, request: Any) -> None:
         raise not_here(name)
 
@@ -48,9 +49,10 @@ class Follower:
     """Keeps a copy of the leader's table.
 
     Attributes:
-        request_of: makes one of vLLM's requests from the leader's description of an adapter.
-        on_change: called after each change with a name, and the request that the table had for the name before.
-        abort: ends the requests of this process among the given ids.
+        request_of: makes vLLM's `LoRARequest` from the leader's description of an adapter.
+        on_change: called after each change with a name, and the request that the table had for the name before, or
+            None.
+        abort: ends this process's requests among the given request ids; ids of other processes are ignored.
         relieve: ends the leases of adapters without running requests.
         on_loss: called once the connection is lost, unless `close` has closed the connection.
         table: the served names; a copy of the leader's table. Empty once the connection is lost.
@@ -65,13 +67,15 @@ class Follower:
     _folder: Path = Path()
     _writer: asyncio.StreamWriter | None = None
     _reading: asyncio.Task[None] | None = None
+    # The leader has sent the whole table, and has served the adapters of the start. Both are set at a loss too, so that
+    # waiting callers go on.
     _has_all: asyncio.Event = field(default_factory=asyncio.Event)
     _is_ready: asyncio.Event = field(default_factory=asyncio.Event)
     _is_lost: bool = False
     _is_closed: bool = False
     _numbers: Iterator[int] = field(default_factory=itertools.count)
-    _answers: dict[int, asyncio.Future[Frame]] = field(default_factory=dict)
-    # Time of the last report of use, by engine id, of time.monotonic().
+    _answers: dict[int, asyncio.Future[Frame]] = field(default_factory=dict)  # of calls under way, by number
+    # When `used` last reported each engine id, by time.monotonic().
     _told_used: LRUCache[int, float] = field(default_factory=lambda: LRUCache(_REMEMBERED))
 
     async def connect(self, folder: Path, number: int) -> None:
@@ -89,7 +93,8 @@ class Follower:
                 break
             except (FileNotFoundError, ConnectionRefusedError):
                 await asyncio.sleep(_RETRY_S)
-        # This frame marks the connection as a follower's; carried requests begin with their scope.
+        # This frame marks the connection as a follower's: a connection of `open` begins with the scope of an HTTP
+        # request for the leader to answer.
         send(self._writer, {"follows": number})
         self._reading = asyncio.create_task(self._read(reader))
         await self._reached(self._has_all)
@@ -102,7 +107,7 @@ class Follower:
 
     def note_start(self) -> None:
         """Note in the folder that this process begins to serve: from now on, its death ends no other process."""
-        with suppress(OSError):  # without the note its death ends all, as in vLLM
+        with suppress(OSError):  # without the note, this process's death ends all API servers, as in vLLM
             _note_of(self._folder, os.getpid()).touch()
 
     async def ready(self) -> None:
@@ -120,14 +125,14 @@ class Follower:
 
     @asynccontextmanager
     async def lasting(self, name: str, /, **arguments: Any) -> AsyncIterator[Frame]:
-        """Inside, this process keeps the resources that the leader has given with its answer.
+        """Call the leader, and yield its answer; inside, this process keeps what the answer grants, such as a place.
 
         Raises:
             LoRAPluginsError: the leader's refusal. SourceUnavailable: the leader is gone, or the call failed.
         """
         number = next(self._numbers)
         self._send({"call": name, "id": number, **arguments})
-        # No await since the call was sent: the answer cannot come before its future is here.
+        # No await comes between sending the call and this line, so the answer cannot be read before its future exists.
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             frame: Frame = await answer
@@ -142,7 +147,7 @@ class Follower:
             yield frame
         finally:
             del self._answers[number]
-            # `finally` also runs on cancellation, so the leader ends a call that nobody awaits any more.
+            # Also on cancellation, so that the leader ends a call that nobody awaits any more.
             send(self._writer, {"end": number})
 
     def used(self, engine_id: int) -> None:
@@ -161,7 +166,7 @@ class Follower:
         self._send({"call": name, **arguments})
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a connection of its own to the leader, for one request.
+        """Open a further connection to the leader, to pass on one HTTP request.
 
         Raises:
             SourceUnavailable: the leader is gone.
@@ -189,7 +194,7 @@ class Follower:
             logger.exception("What the first API server says cannot be followed")
         finally:
             self._lose()
-        # Not reached by a cancellation, with which the process ends anyway.
+        # A cancellation does not reach this line: the process ends anyway then.
         if not self._is_closed:
             self.on_loss()
 
@@ -207,17 +212,18 @@ class Follower:
 
     async def _take(self, frame: Frame) -> None:
         if "change" in frame:
-            # Until the whole table has come, the leader waits for nothing: `all` acknowledges the changes together.
+            # While the whole table is being sent, the leader waits for no acknowledgement (`has`) of a single change:
+            # the answer to `all` acknowledges them together.
             self._change(frame["name"], frame["adapter"])
             if self._has_all.is_set():
                 send(self._writer, {"has": frame["change"]})
-        elif "relieve" in frame:  # await here, in order: `has` confirms this frame and all frames before
+        elif "relieve" in frame:  # await here, and in no task: `has` acknowledges this frame and all frames before
             try:
                 await self.relieve()
-            except Exception:  # noqa: BLE001 - the leases end later, and every other change is followed
+            except Exception:  # noqa: BLE001 - the leases end later; go on following the leader's changes
                 logger.exception("Leases of adapters without requests could not be ended")
             send(self._writer, {"has": frame["relieve"]})
-        elif "id" in frame:
+        elif "id" in frame:  # the answer to a call, whose caller may have left
             if (answer := self._answers.get(frame["id"])) is not None and not answer.done():
                 answer.set_result(frame)
         elif "abort" in frame:
@@ -229,6 +235,7 @@ class Follower:
             self._is_ready.set()
 
     def _change(self, name: str, adapter: Frame | None) -> None:
+        """Change the table as the leader says; `adapter` is None where the name is served no longer."""
         before = self.table.get(name)
         if adapter is None:
             self.table.data.pop(name, None)
@@ -247,9 +254,9 @@ def _note_of(folder: Path, pid: int) -> Path:
 
 
 async def end_without_leader(is_ending: Callable[[], bool]) -> None:
-    """End this process as failed, unless its own shutdown begins within seconds: `is_ending` says so.
+    """End this process as failed, unless `is_ending` says within seconds that vLLM shuts the process down.
 
-    vLLM's supervisor sees the exit code. An exception would end no more than a task of the event loop.
+    vLLM's supervisor sees the exit code. An exception would only end a task of the event loop, and not the process.
     """
     await asyncio.sleep(_OWN_END_S)
     if is_ending():
@@ -261,7 +268,7 @@ async def end_without_leader(is_ending: Callable[[], bool]) -> None:
 
 
 def not_here(name: str) -> LoRAPluginsError:
-    """The error where something changes a follower's table directly."""
+    """The error where code other than `Follower` changes a follower's table."""
     return LoRAPluginsError(
         "a change of what is served, past the first API server",
         expected="the routes of /v1/loras, which the first API server answers",

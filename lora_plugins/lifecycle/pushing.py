@@ -29,7 +29,7 @@ from lora_plugins.resolvers.sources.pushed import PushedAdapter
 from lora_plugins.store.disk_errors import store_errors
 
 _MINUTE_S = 60.0
-_MOST_NAMES = 10_000  # of one sender: calls take time in proportion to all names served
+_MOST_NAMES = 10_000  # pushed by one sender, because a push takes time in proportion to all names served
 # Writes the pieces of a body to a directory; returns the SHA-256 of the whole body, and files that were left out.
 Receive = Callable[[AsyncIterator[bytes], Path], Awaitable[tuple[str, frozenset[str]]]]
 
@@ -39,8 +39,9 @@ class ServedPush:
     """A push whose version is served.
 
     Attributes:
-        waited_s: seconds for a place to be received, and for a push of this name before. received_s: seconds until all
-            bytes were here. served_s: seconds until the version was verified, loaded, and swapped in.
+        waited_s: seconds of waiting for a place to be received, and later for an earlier push of this name.
+        received_s: seconds from the place until all bytes were in the store.
+        served_s: seconds for verifying, loading and swapping in the version, after both waits.
         left_out: names of files in the body that were not taken.
     """
 
@@ -56,8 +57,10 @@ class _PushesOfName:
     """The pushes of one name, which are numbered as they come.
 
     Attributes:
-        last, served: numbers of the last push that came, and of the last that was served.
-        waiting: numbers of pushes whose bytes are here, but for the push that changes the name now.
+        last, served: numbers of the last push that came, and of the last push whose version was served; 0 for none.
+        waiting: numbers of pushes whose bytes have arrived, and which wait to change the name.
+        is_changing: a push changes the name now, and is no longer in `waiting`.
+        changed: notified at each change of the other attributes that a waiting push looks at.
     """
 
     last: int = 0
@@ -68,7 +71,7 @@ class _PushesOfName:
 
     @property
     def newest(self) -> int:
-        """The number of the latest push that supersedes earlier ones: it is served, or its bytes are here."""
+        """The highest number of a push that is served, or whose bytes have arrived: lower numbers are superseded."""
         return max(self.served, *self.waiting, 0)
 
 
@@ -82,12 +85,18 @@ class Pushes:
         self._arrivals = Arrivals(
             resolver.store, settings.fetch_timeout_s, settings.max_adapter_bytes, settings.fetch_max_s
         )
-        self._names = WeakValueDictionary[str, _PushesOfName]()  # for as long as a push of the name goes on
-        self._coming: list[tuple[str, int]] = []  # names that a change will have stay at versions of so many bytes
+        self._names = WeakValueDictionary[str, _PushesOfName]()  # an entry lives as long as a push of the name
+        # Names, and their new versions' bytes, that are changing now; they count already, so that no two changes at a
+        # time take the same room.
+        self._coming: list[tuple[str, int]] = []
         self._times: dict[str, deque[float]] = {}  # of each principal's pushes within the last minute
 
     def count(self, label: str, per_minute: int) -> None:
         """Count a push of a principal, before a byte of the push is read.
+
+        Args:
+            label: the principal's.
+            per_minute: the pushes that the policy allows the principal within a minute.
 
         Raises:
             NoFreeSlot: the principal has pushed as often as it may within a minute.
@@ -106,12 +115,13 @@ class Pushes:
         times.append(now)
 
     def left_bytes(self, name: str, sender: Share, owns: Callable[[str], bool], size_bytes: int) -> int | None:
-        """What a version of `name` leaves of the sender's share of the store's budget; None without a limit.
+        """Bytes that a version of `name` with `size_bytes` leaves of the sender's share of the store's budget.
 
-        The names that the sender owns stay at their pushed versions, which no eviction removes.
+        Returns None where the share has no limit. `owns` says whether the sender owns a name: the sender's other names
+        stay at their pushed versions, which no eviction removes, so these versions count too.
 
         Raises:
-            OutOfMemory: the version and those of other names together are more than the share, or too many names.
+            OutOfMemory: the version and the versions of other names exceed the share, or the names are too many.
         """
         most_bytes = self._arrivals.most_bytes(sender)
         if most_bytes is None:
@@ -129,7 +139,7 @@ class Pushes:
 
     @contextmanager
     def admitted(self, name: str, sender: Share, owns: Callable[[str], bool], size_bytes: int) -> Iterator[None]:
-        """Inside, `name` changes to a version that stays, which counts against the sender's share already.
+        """Inside, `name` changes to a version with `size_bytes`, which counts against the sender's share already.
 
         Raises:
             OutOfMemory: as `left_bytes`.
@@ -142,7 +152,10 @@ class Pushes:
             self._coming.remove(one)
 
     def _staying(self, of: Callable[[str], bool]) -> tuple[int, int]:
-        """How many names `of` stay at a digest, as after a push, and the bytes that no eviction removes for that."""
+        """The number of names that stay at a fixed digest, as after a push, and the bytes of their versions.
+
+        `of` says which names count. Names that are changing to a fixed digest count too.
+        """
         kept = [
             (adapter.name, version)
             for adapter in self._lifecycle.registry.all()
@@ -151,6 +164,7 @@ class Pushes:
         ]
         coming = [(name, size_bytes) for name, size_bytes in self._coming if of(name)]
         names = {name for name, _ in (*kept, *coming)}
+        # Names with one digest share a copy in the store.
         stored_bytes = sum({version.digest: version.size_bytes for _, version in kept}.values())
         return len(names), stored_bytes + sum(size_bytes for _, size_bytes in coming)
 
@@ -197,8 +211,10 @@ class Pushes:
                 async with self._changing(name, of_name, number):
                     began_change = time.perf_counter()
                     size_bytes = sum(file.size_bytes for file in pushed.files)
-                    with self.admitted(name, body.sender, body.owns, size_bytes):  # others may have come
-                        await room.aclose()  # the store counts the bytes as it takes them over
+                    # Check the share once more: other pushes may have changed names since the bytes came.
+                    with self.admitted(name, body.sender, body.owns, size_bytes):
+                        # End the reserved room: from here on the store counts the bytes as a version's.
+                        await room.aclose()
                         change = await self._lifecycle.take(name, pushed, expects=expects, **options)
         served = time.perf_counter()
         waited_s = placed - began + began_change - received
@@ -210,7 +226,7 @@ class Pushes:
         of_name.waiting.add(number)
         try:
             async with of_name.changed:
-                of_name.changed.notify_all()  # an earlier push that waits is superseded
+                of_name.changed.notify_all()  # earlier pushes that wait are superseded now, and must see so
                 await of_name.changed.wait_for(lambda: not of_name.is_changing or number < of_name.newest)
                 if number < of_name.newest:
                     raise PushSuperseded(
@@ -223,7 +239,7 @@ class Pushes:
             of_name.waiting.discard(number)
         try:
             yield
-            of_name.served = number
+            of_name.served = number  # not reached where the change has failed: an earlier push may still be served
         finally:
             of_name.is_changing = False
             async with of_name.changed:
@@ -236,5 +252,6 @@ class Pushes:
         directory = store.layout.new_temporary(store.processes.me())
         async with AsyncExitStack() as made:
             with store_errors():
-                await made.enter_async_context(store.reserve(0, directory))  # the room comes with `BodyRoom`
+                # Reserve no bytes here: `BodyRoom` reserves as the bytes arrive.
+                await made.enter_async_context(store.reserve(0, directory))
             yield directory

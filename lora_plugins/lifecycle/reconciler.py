@@ -2,7 +2,7 @@
 
 Runs in the event loop of the leading API server: `endpoint_plugin.py` awaits `start` before the server is ready, and
 then runs `follow` and `poll` as tasks. Names come in, with a place, a digest or a pin where given; `lifecycle.py`
-serves, swaps and unloads the names, and `served_file.py` writes the list of served names to disk. "The file" is below
+serves, swaps and unloads the names, and `served_writer.py` writes the list of served names. "The file" is below
 always the file of `LORA_PLUGINS_ADAPTERS_FILE`; its adapters are *declared*. The written list is "the list".
 
 Three places name adapters: `LORA_PLUGINS_PRELOAD`, the list of the last server (`LORA_PLUGINS_RESTORE`), and the file

@@ -36,7 +36,7 @@ class ChangeReason(Enum):
         LOADED: the name was not served before.
         SWAPPED: the name was served in another version, or from another path.
         REPAIRED: the store's copy was damaged: the engines have loaded the same version again, from a sound copy.
-        UNCHANGED: the version was served already.
+        UNCHANGED: the version was served already, and the engines have loaded nothing.
     """
 
     LOADED = auto()
@@ -88,22 +88,26 @@ async def change(
 ) -> VersionChange:
     """Have new requests for a name enter the engine with `version`; the caller holds the name's lock.
 
-    `version` is leased for the name; None stands for the files that only the workers find at `path`. `adapter` is the
-    served name, or a new one; `uri` and `held_digest` become the adapter's. The version served already is loaded again
-    only where its copy was damaged. A pinned name stays pinned. `moves`, `pins` and `kept_versions` are those of
-    `SwapOptions`; `is_noted` is that of `PlannerClient.load`.
+    `adapter` is the served adapter, or a new one for a name that is not served; its `uri` and `held_digest` become
+    those given, None included. `version` is leased for the name; None stands for the files that only the workers find
+    at `path`, and only then `path` counts. The version served already is loaded again only where its copy was damaged.
+    A pinned name stays pinned. `moves`, `pins` and `kept_versions`: as in `SwapOptions`; `is_noted`: as in
+    `PlannerClient.load`.
 
     Raises:
         LoRAPluginsError: the version cannot be loaded; the old version goes on, and the lease has ended.
     """
+    # `old` is vLLM's request of the version served so far, None where the name is not served; `before` is its digest.
     started, old, before, old_words = time.perf_counter(), adapter.request, adapter.digest, _in_words(adapter)
     reason = ChangeReason.LOADED if old is None else ChangeReason.SWAPPED
     moves, pins = moves and old is not None, pins or adapter.is_pinned
     leased = [] if version is None else [version]
     if version is not None:
-        # The path of a repaired copy has a new spelling: engines may have read the damaged bytes by the old one.
+        # The path of a repaired copy gets a new spelling, because engines may have computed cached prefixes, whose keys
+        # hold the old spelling, from the damaged bytes.
         path = await server.engine_path(adapter.name, version, other_than=old.lora_path if adapter.is_damaged else "")
         if before == version.digest and old.lora_path == path:
+            # The engines have this version. Only place, source or fixed digest may be new, and are written down then.
             has_news = (adapter.version, adapter.uri, adapter.held_digest) != (version, uri, held_digest)
             adapter.now_serves(version, uri, held_digest)
             if has_news:
@@ -114,14 +118,14 @@ async def change(
     try:
         succeeds = old.lora_int_id if moves else None
         await server.planner.load(request, uri=uri, wants_slot=old is None, succeeds=succeeds, is_noted=is_noted)
-        if pins and not (moves and adapter.is_pinned):  # a move takes the pin along
+        if pins and not (moves and adapter.is_pinned):  # a move passes the old version's pin on to the new version
             await server.planner.pin(request, uri=uri)
     except BaseException:
         server.retire(request.lora_int_id)
         server.release(adapter.name, *leased)
         raise
-    # No await until `put`: no request sees half a swap. A name has one lease of a version, so a version that is served
-    # again leaves the earlier versions: its later end among them would end the lease of the served version.
+    # No await until `put`: no request sees half a swap. A version that is served again leaves the earlier versions: a
+    # name has one lease for a version, so dropping the earlier version later would end the served version's lease.
     previous = [kept for kept in adapter.versions if version is None or kept.digest != version.digest]
     adapter.request, adapter.previous = request, previous[:kept_versions]
     adapter.is_pinned, adapter.loading = pins, None
@@ -136,8 +140,8 @@ async def change(
         server.release(adapter.name, *previous[kept_versions:])
         server.events.emit(AdapterSwapped(adapter.name, old_words, _in_words(adapter), time.perf_counter() - started))
         if moves:
-            # Requests that took the old version from the table before, and reach an engine later, move too. The change
-            # has been made, even if the caller leaves.
+            # Requests that took the old version from the table, but reach an engine only after the move, move too.
+            # Shielded, because the table has changed already: the move must follow even if the caller is cancelled.
             await asyncio.shield(background(server.planner.move(request.lora_int_id)))
         else:
             server.retire(old.lora_int_id)
@@ -146,9 +150,10 @@ async def change(
 
 @contextmanager
 def updating(server: ApiServer, adapter: ServedAdapter) -> Iterator[None]:
-    """Inside, a served adapter gets another version; a failure is noted, and the old version goes on.
+    """Inside, a served adapter gets another version; a failure is noted in the adapter and emitted as an event.
 
-    The block's own calls of `change` say `is_noted`, so that a failed load is one event.
+    For an adapter that is not served yet, a failure is only raised. Calls of `change` inside pass `is_noted` for a
+    served adapter, so that a failed load is one event, not two.
     """
     try:
         yield
@@ -160,4 +165,5 @@ def updating(server: ApiServer, adapter: ServedAdapter) -> Iterator[None]:
 
 
 def _in_words(adapter: ServedAdapter) -> str:
+    """The version served now, for a log: its digest, else the path that only workers read; empty where not served."""
     return adapter.digest or str(getattr(adapter.request, "lora_path", ""))
