@@ -1,8 +1,9 @@
 """The answers of `GET /v1/loras` and `GET /v1/loras/NAME`: every name with state, version, tiers and requests.
 
-Runs in the API server for each such call. In: the registry, the planners' states, the store. Out: models of
-`models.py`. A server of 100,000 names must go on answering other requests: the list comes in pages, and long loops run
-in threads, or in steps that let other tasks of the event loop run.
+Runs in the leading API server for each call of these routes. In: the registry, the engines' states of adapters
+(`planner_client.py`), the store. Out: models of `models.py`. A name is *served*, or *blocked* by an operator, or
+*draining*: unloaded, while requests still run. A server of 100,000 names must go on answering other requests: the list
+comes in pages, and long loops run in threads, or in steps that let other tasks of the event loop run.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from lora_plugins.store.store import Store
 
 MAX_LIMIT = 1_000
 
+# Fields that a row copies from the served version.
 _OF_VERSION = ("source", "uri", "version", "digest", "size_bytes", "rank", "warnings")
-# A name for new requests, or a blocked name, with None; or a name with an adapter that only drains.
+# A name and its draining adapter; None for the row of what the name serves now, or of a blocked name. A name that is
+# loaded again while an earlier adapter drains has two rows.
 _Row = tuple[str, ServedAdapter | None]
 
 
 async def list_of(
     lifecycle: Lifecycle, reconciler: Reconciler | None, limit: int, after: str | None
 ) -> models.AdapterList:
-    """Return the page of at most so many names in alphabetical order, after the name `after`."""
+    """Return a page of at most `limit` names in alphabetical order: the names after `after`, or the first page."""
     registry = lifecycle.registry
     # Copy both in the event loop, before a thread goes through them: neither may change during iteration.
     served, draining = registry.names(), list(registry.draining.values())
@@ -41,6 +44,7 @@ async def list_of(
     views = await _views(rows, blocked, lifecycle)
     # The declared set comes on the first page only, so that a reader of all pages gets one state.
     declared = None if reconciler is None or after is not None else await _declared(reconciler)
+    # An empty `short_of` of an engine says that no option of vLLM makes requests wait.
     engines = (await lifecycle.planner.figures()).values()
     is_paused, short_of = any(it.is_paused for it in engines), max((it.stats.short_of for it in engines), default="")
     return models.AdapterList(
@@ -49,12 +53,15 @@ async def list_of(
 
 
 async def json_of(listed: models.AdapterList) -> str:
-    """Return a list as JSON; a declared set has as many rows as a file of 1 MiB, so they are written in steps."""
+    """Return a list as JSON.
+
+    The declared set comes whole, with as many rows as a file of 1 MiB has, so its rows are written in steps.
+    """
     if listed.declared is None:
         return listed.model_dump_json()
     rows, listed.declared.loras = listed.declared.loras, []
     written = ",".join([row.model_dump_json() async for row in in_steps(rows)])
-    # In a name the quotes of the key would have backslashes.
+    # Put the rows where the empty list stands. The key occurs once: in a name, JSON would escape the key's quotes.
     key = '"declared":{"loras":['
     return listed.model_dump_json().replace(key, key + written, 1)
 
@@ -62,13 +69,14 @@ async def json_of(listed: models.AdapterList) -> str:
 def _page(
     registry: Registry, served: list[str], draining: list[ServedAdapter], limit: int, after: str | None
 ) -> tuple[list[_Row], Collection[str], int, str | None]:
-    """Return a page's rows, all blocked names, the number of all rows, and the last name where a page follows."""
+    """Return a page's rows, all blocked names, the number of rows of all pages, and the next page's `after`, if any."""
     blocked, leaving = registry.blocked.names(), {adapter.name for adapter in draining}
     rows: list[_Row] = [(name, None) for name in paced(served)]
     rows += ((adapter.name, adapter) for adapter in draining)
+    # A blocked name that is served or draining has a row already.
     rows += ((name, None) for name in blocked if name not in leaving and not registry.serves(name))
     names = (name for name, _ in paced(rows) if after is None or name > after)
-    # Twice the limit: a name may appear twice, as served and as draining.
+    # Names of `limit` and one more, which says that a page follows; twice as many rows, because a name may have two.
     found = sorted(set(heapq.nsmallest(2 * limit + 2, names)))
     wanted = set(found[:limit])
     chosen = sorted((row for row in paced(rows) if row[0] in wanted), key=lambda row: row[0])
@@ -79,18 +87,21 @@ async def view_of(name: str, lifecycle: Lifecycle) -> models.AdapterView | None:
     """The row of one name; None where the name is neither served nor draining nor blocked."""
     registry = lifecycle.registry
     is_served, blocked = registry.serves(name), [name] if name in registry.blocked else []
+    # Of a name with two rows, show what new requests get.
     leaving = None if is_served else next((one for one in registry.draining.values() if one.name == name), None)
     views = await _views([(name, leaving)], blocked, lifecycle)
     return views[0] if views else None
 
 
 async def _views(rows: Iterable[_Row], blocked: Collection[str], lifecycle: Lifecycle) -> list[models.AdapterView]:
+    """The models of rows; a row whose name is neither served nor draining nor in `blocked` is left out."""
     registry, store = lifecycle.registry, lifecycle.server.resolver.store
     state_of = await lifecycle.planner.states()
     known = [(name, leaving or registry.get(name), leaving is not None) for name, leaving in rows]
-    # A name of the page may be gone from the registry by now.
+    # The name of a row may have been unloaded since the page was made.
     known = [row for row in known if row[1] is not None or row[0] in blocked]
-    # One call of a thread, as the store may be on a slow file system: a call for each would cost more than the looks.
+    # In a thread, because the store may be on a slow file system; one call for all rows, because a call costs more than
+    # a look at one directory.
     stored = await asyncio.to_thread(_are_stored, store, [adapter for _, adapter, _ in known])
     return [
         _view(name, adapter, blocked, lifecycle, state_of, is_leaving=is_leaving, is_stored=is_stored)
@@ -99,6 +110,7 @@ async def _views(rows: Iterable[_Row], blocked: Collection[str], lifecycle: Life
 
 
 def _are_stored(store: Store, adapters: Iterable[ServedAdapter | None]) -> list[bool]:
+    """For each adapter, whether the store has the served version's files; False for a name that is only blocked."""
     return [it is not None and it.version is not None and store.has(it.version.path) for it in adapters]
 
 
@@ -113,17 +125,19 @@ def _view(
     is_stored: bool,
 ) -> models.AdapterView:
     registry = lifecycle.registry
-    adapter_id, draining = registry.adapter_id(name), registry.draining  # rows of their own
-    if adapter is None:
+    # Draining adapters have rows of their own: requests of a draining adapter count in no other row of the name.
+    adapter_id, draining = registry.adapter_id(name), registry.draining
+    if adapter is None:  # `_views` leaves out such a name unless it is blocked
         return models.AdapterView(lora_name=name, lora_id=adapter_id, state=models.ServedState.BLOCKED)
     is_blocked = not covering(name).isdisjoint(blocked)
     state = models.ServedState.PAUSED if name in registry.paused else models.ServedState.SERVING
-    # A block goes before a pause.
+    # Of several states, show the strongest: draining, then blocked, then paused.
     state = models.ServedState.DRAINING if is_leaving else models.ServedState.BLOCKED if is_blocked else state
     engine_id = adapter.engine_id
     in_engines = state_of(engine_id) if engine_id in draining else state_of.of_name(name, engine_id, draining)
     version, error = adapter.version, adapter.last_error
     tiers = {"store": is_stored, "host": in_engines.is_loaded, "slot": in_engines.is_active}
+    # Of an adapter that only workers have, the size in host memory is all that is known.
     known: dict[str, Any] = {"size_bytes": in_engines.size_bytes}
     if version is not None:
         known = {field: getattr(version, field) for field in _OF_VERSION}
@@ -145,6 +159,7 @@ def _view(
 
 
 async def _declared(reconciler: Reconciler) -> models.DeclaredSetView | None:
+    """The adapters of LORA_PLUGINS_ADAPTERS_FILE; None without the file."""
     if (declared := reconciler.declared) is None:
         return None
     views = []

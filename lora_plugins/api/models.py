@@ -1,6 +1,6 @@
 """Bodies of the admin API's requests and answers, as pydantic models; the command line reads answers with them too.
 
-FastAPI makes vLLM's OpenAPI page from the models, so `description` is text for users.
+FastAPI makes vLLM's OpenAPI page from the models, so `description` and the docstrings of models are text for users.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from lora_plugins.adapter.mixture import canonical
 from lora_plugins.adapter.names import MIN_PREFIX
 
-Name = Annotated[str, AfterValidator(canonical)]  # of equal mixtures, one name is served
+# An adapter's name in a route. The names of equal mixtures, whose parts come in any order, become one name.
+Name = Annotated[str, AfterValidator(canonical)]
 
 
 class ServedState(StrEnum):
     """The state of a name for new requests."""
 
-    # The texts are part of the API: clients compare them.
+    # Clients compare these texts, so the texts are a part of the API and stay as they are.
     SERVING = "serving"
     PAUSED = "paused"
     DRAINING = "draining"

@@ -29,10 +29,11 @@ from lora_plugins.adapter.weight_files import INDEX_FILE, MAX_INDEX_BYTES, WEIGH
 from lora_plugins.api.push_forms import broken, check_number, form_of, is_of_adapter
 from lora_plugins.errors import describing
 
-_AT_ONCE_BYTES = 1 << 20  # of the body
-# Of a header checked here, 100,000 tensors; a longer header waits for the process that verifies.
+_AT_ONCE_BYTES = 1 << 20  # of the body, written at a time
+# Enough for a header of 100,000 tensors; a longer header is checked later, by the process that verifies adapters.
 _READ_AT_ONCE_BYTES = 1 << 24
-_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')  # in a dictionary (RFC 8941); its commas end no member
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')  # a string in a dictionary (RFC 8941), whose commas separate no members
+# The algorithms of Content-Digest that are compared, with their names in hashlib.
 _ALGORITHMS = {"sha-256": "sha256", "sha-512": "sha512"}
 _EXPECTED_FILES = f"{CONFIG_FILE} and {WEIGHTS_FILE}, or its shards with {INDEX_FILE}, each once"
 
@@ -53,12 +54,12 @@ async def receive(
     Args:
         body: the body's pieces.
         directory: an empty directory of the store.
-        content_type: selects the form; empty for the first.
+        content_type: the Content-Type header, which selects the form; without it, the body is one safetensors file.
         content_bytes: Content-Length; None for a chunked body.
         max_bytes: size limit of the body.
-        content_digest: the Content-Digest header (RFC 9530), compared where it has SHA-256 or SHA-512.
+        content_digest: the Content-Digest header (RFC 9530), compared where it has SHA-256 or SHA-512; empty without.
         content_encoding: the Content-Encoding header; every coding is refused.
-        leaves_out: names of files that are not written where they come.
+        leaves_out: names of files that are not written, although the body may have them.
 
     Raises:
         InvalidAdapter: the body is no adapter, too large, or does not match Content-Digest.
@@ -70,7 +71,7 @@ async def receive(
     promised = _promised(content_digest)
     hashes = {name: hashlib.new(_ALGORITHMS[name]) for name in ("sha-256", *promised)}
     form = form_of(content_type, content_bytes)
-    # At most `max_bytes` may reach the disk: check the announced size first, then every piece.
+    # At most `max_bytes` may reach the disk: check the announced size first, if any, then every piece.
     _check_size(content_bytes or 0, max_bytes)
     left_out = set()
     async with aclosing(_Files(directory)) as files:
@@ -95,9 +96,10 @@ async def receive(
 
 
 async def _larger(body: AsyncIterator[bytes], max_bytes: int) -> AsyncIterator[bytes]:
-    """The pieces of a body, joined to 1 MiB after the first MiB, because each write takes a thread.
+    """The pieces of a body: as they come within the first MiB, and joined to at least 1 MiB afterwards.
 
-    Most faults show in the first MiB, so its pieces are passed on at once.
+    Most faults show in the first MiB, so its pieces are checked at once. Afterwards larger pieces cost less, because
+    each write takes a thread.
 
     Raises:
         InvalidAdapter: the body is larger than `max_bytes`.
@@ -120,8 +122,8 @@ class _Files:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._open: Any = None  # the last file begun
-        self._sizes_bytes: dict[str, int] = {}
-        self._headers: dict[str, bytearray] = {}
+        self._sizes_bytes: dict[str, int] = {}  # of the files begun, by name: what was written so far
+        self._headers: dict[str, bytearray] = {}  # the first `LENGTH_BYTES` bytes of each weights file
 
     async def aclose(self) -> None:
         if self._open is not None:
@@ -142,7 +144,7 @@ class _Files:
             check_number(len(self._sizes_bytes) + 1)
             if self._open is not None:
                 await self._open.close()
-            if "/" in name:
+            if "/" in name:  # of an adapter's files, only one of its chat files lies in a folder
                 await aiofiles.os.makedirs((self._directory / name).parent, exist_ok=True)
             # "x": never overwrite a file that is there already.
             self._open = await aiofiles.open(self._directory / name, "xb")
@@ -163,15 +165,20 @@ class _Files:
         """
         if not any(name.endswith(".safetensors") for name in self._sizes_bytes):
             raise broken("no weights", WEIGHTS_FILE)
+        # A file as short as this has never reached the check of its header.
         for name, seen in self._headers.items():
             if len(seen) < LENGTH_BYTES:
                 raise broken(f"{len(seen)} bytes", "a safetensors file", file=name)
 
     async def _check_header(self, name: str, piece: bytes, file_bytes: int | None) -> None:
-        """Judge a weights file by its first bytes, and by its header once the header has arrived."""
+        """Check a weights file's first bytes, the header's length, and the header itself once all of it has arrived.
+
+        `piece` was written last; `file_bytes` is the size that the file will have, None where unknown.
+        """
         seen = self._headers.setdefault(name, bytearray())
         if len(seen) < LENGTH_BYTES:
             seen += piece[: LENGTH_BYTES - len(seen)]
+            # No header is shorter than `{}`, nor longer than the file's rest.
             most_bytes = MAX_HEADER_BYTES if file_bytes is None else min(MAX_HEADER_BYTES, file_bytes - LENGTH_BYTES)
             if len(seen) == LENGTH_BYTES and not 2 <= _header_bytes(seen) <= most_bytes:
                 raise broken(f"a header of {_header_bytes(seen)} bytes", "a safetensors file", file=name)
@@ -184,13 +191,18 @@ class _Files:
 
 
 def _promised(content_digest: str) -> dict[str, bytes]:
-    """The digests of a Content-Digest header with a known algorithm; other members may have any value."""
+    """The digests in a Content-Digest header, by algorithm; members with unknown algorithms are ignored.
+
+    Raises:
+        InvalidAdapter: the value of a known algorithm is no byte sequence of RFC 8941.
+    """
     found = {}
     for member in _TEXT.sub("", content_digest).split(","):
         key, _, value = member.partition(";")[0].partition("=")
         if (name := key.strip().lower()) in _ALGORITHMS:
             encoded = re.fullmatch(r"\s*:(.+):\s*", value)
             try:
+                # "?" is no base64, so a value without colons raises too.
                 found[name] = base64.b64decode(encoded[1] if encoded else "?", validate=True)
             except ValueError:
                 raise broken(
@@ -209,6 +221,7 @@ def _check_size(size_bytes: int, max_bytes: int) -> None:
 
 
 def _header_bytes(seen: bytearray) -> int:
+    """The header's length, which the first 8 bytes of a safetensors file say."""
     return int.from_bytes(seen, "little")
 
 
@@ -218,7 +231,11 @@ def _read_header(path: Path, size_bytes: int | None) -> None:
 
 
 def _take_config(directory: Path) -> None:
-    """Write adapter_config.json from the metadata of the weights."""
+    """Write adapter_config.json from the metadata of the weights.
+
+    Raises:
+        InvalidAdapter: the metadata has no configuration, or there is no single file of weights.
+    """
     text = None
     if (directory / WEIGHTS_FILE).exists():  # shards have no such metadata
         with (directory / WEIGHTS_FILE).open("rb") as file, describing(file=WEIGHTS_FILE):

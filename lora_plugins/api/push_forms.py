@@ -1,9 +1,10 @@
 """The three forms of a push's body, each taken apart into files while the body arrives.
 
-Runs in the event loop of the API server, for each piece of a body that `push_body.py` receives. In: the pieces. Out of
-`feed`: the name of a file and bytes of the file, in the file's order; an empty piece of bytes begins a file. `end` is
-called after the last piece. `file_bytes` is the size of the present file, None where the form does not say. `feed` and
-`end` raise InvalidAdapter where the form is broken, or the body ends too early.
+Runs in the event loop of the API server, for each piece of a body that `push_body.py` receives. Each class takes one
+form apart. `feed` takes a piece of the body, and yields pairs of a file's name and bytes of the file, in the file's
+order; a pair with empty bytes begins a file. `end` is called after the last piece. `file_bytes` is the size of the
+present file, None where the form does not say. `feed` and `end` raise InvalidAdapter where the form is broken, or the
+body ends too early.
 
 Content-Type selects the form:
 
@@ -33,7 +34,12 @@ _BLOCK_BYTES = 512  # of a tar archive
 
 
 def form_of(content_type: str, content_bytes: int | None) -> OneFile | Parts | Archive:
-    """The form of a body with this Content-Type and Content-Length; raises InvalidAdapter for another type."""
+    """The form of a body with this Content-Type and Content-Length (None for a chunked body).
+
+    Raises:
+        InvalidAdapter: the Content-Type is none of the three.
+    """
+    # Without Content-Type, the body is one safetensors file.
     kind, options = parse_options_header(content_type or OCTETS)
     if kind == OCTETS.encode():
         return OneFile(content_bytes)
@@ -52,17 +58,18 @@ def is_of_adapter(name: str) -> bool:
 
 
 def broken(found: str, expected: str, remedy: str = "push a whole PEFT adapter", *, file: str = "") -> InvalidAdapter:
+    """The error of a body that breaks a rule; `file` is the name of a file in the body, if one file is at fault."""
     return InvalidAdapter(found, expected=expected, remedy=remedy, file=file)
 
 
 def check_number(files: int) -> None:
-    """Raises InvalidAdapter for more files than a push may have."""
+    """Raise InvalidAdapter where `files`, a number of files, is more than a push may have."""
     if files > _MAX_FILES:
         raise broken(f"more than {_MAX_FILES} files", "fewer shards")
 
 
 class OneFile:
-    """A body that is one safetensors file."""
+    """A body that is one safetensors file; nothing marks the end, so `end` has nothing to check."""
 
     def __init__(self, file_bytes: int | None) -> None:
         self.file_bytes = file_bytes
@@ -80,12 +87,12 @@ class Parts:
     file_bytes = None
 
     def __init__(self, boundary: bytes) -> None:
-        self._ready: list[tuple[str, bytes]] = []
-        self._field = self._value = b""
-        self._headers: dict[bytes, bytes] = {}
-        self._name = ""
-        self._begun = 0
-        self._has_ended = False
+        self._ready: list[tuple[str, bytes]] = []  # for `feed`, which yields what the parser's callbacks have added
+        self._field = self._value = b""  # of the header being read, which may come in several pieces
+        self._headers: dict[bytes, bytes] = {}  # of the present part
+        self._name = ""  # of the present part's file
+        self._begun = 0  # number of parts
+        self._has_ended = False  # the body's last boundary has come
         callbacks = {
             "on_part_begin": self._begin,
             "on_header_field": self._take_field,
@@ -145,21 +152,23 @@ class Parts:
 class Archive:
     """The files of a tar archive, in any folder; files that no adapter has are skipped.
 
-    Not by `tarfile` as a stream, which reads records of any size into memory, and takes a broken header for the end.
+    An archive is a row of blocks: a header block for each file, then the file's content, with zeros up to the next
+    block. A *record* looks like a file, and its content is a long name or a pax header, for the file that follows.
+    `tarfile` is not used to read the stream: it reads records of any size into memory, and takes a broken header for
+    the archive's end.
     """
 
     def __init__(self) -> None:
-        self._block = bytearray()
-        self._name, self.file_bytes = "", 0
+        self._block = bytearray()  # the part of the next header block that has arrived
+        self._name, self.file_bytes = "", 0  # of the present file; the name is empty while a file is skipped
         # Of the present file: content bytes left, then zeros up to the next block.
         self._left_bytes = self._padding_bytes = 0
         self._has_end = False
-        # While the present file is a record, a long name or a pax header, of the next file; and what records have said.
-        self._record: bytearray | None = None
-        self._reads_record = _RECORDS[tarfile.XHDTYPE]
+        self._record: bytearray | None = None  # content of the present record; None while the present file is none
+        self._reads_record = _RECORDS[tarfile.XHDTYPE]  # for the present record's type; set as a record begins
         self._record_types: set[bytes] = set()  # of the records before the next file
-        self._fields: dict[bytes, bytes] = {}
-        self._headers = 0
+        self._fields: dict[bytes, bytes] = {}  # `path` and `size` that records have given the next file
+        self._headers = 0  # number of header blocks
 
     def feed(self, piece: bytes) -> Iterator[tuple[str, bytes]]:
         view = memoryview(piece)
@@ -188,7 +197,7 @@ class Archive:
             raise broken("an archive without its end", "the whole tar archive", "send the body again")
 
     def _begin_file(self, block: bytes) -> Iterator[tuple[str, bytes]]:
-        # A block of zeros ends an archive; other readers would not see what follows.
+        # A block of zeros ends an archive, and only zeros may follow: other readers of tar would not see anything else.
         if self._has_end or not any(block):
             if any(block) or self._record is not None:
                 raise broken("an archive that ends in its midst", "one whole tar archive")
@@ -201,7 +210,7 @@ class Archive:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as error:
             raise broken(f"no tar archive ({error})", "a tar archive", "pack the adapter without compression") from None
-        if self._record is not None:
+        if self._record is not None:  # this header follows a record, which is complete now
             said = self._reads_record(bytes(self._record))
             if said.keys() & self._fields.keys():
                 raise broken("two names of one file", "one name for a file")
@@ -212,8 +221,10 @@ class Archive:
             return
         fields, self._fields = self._fields, {}
         self._record_types.clear()
+        # A record's path and size go before the header's own, which have no room for long paths and large sizes.
         path = fields.get(b"path", header.name.encode("utf-8", "surrogateescape")).decode(errors="replace")
-        # The last part of the name, or the one known name with a folder: no path of an archive leaves the directory.
+        # Take only the last part of the path, so that no path in an archive leaves the directory. `TOOLS_FILE` is the
+        # only file of an adapter with a folder in its name.
         name = TOOLS_FILE if path.endswith(TOOLS_FILE) else path.rpartition("/")[2]
         is_file = header.isreg() and header.type != tarfile.GNUTYPE_SPARSE
         is_taken = is_file and is_of_adapter(name)
@@ -242,6 +253,7 @@ class Archive:
 
 
 def _fields_of_all(record: bytes) -> dict[bytes, bytes]:
+    """No fields, from a global pax header, whose fields are for all files that follow; a path or size is refused."""
     if _pax_fields(record):
         raise broken("a path or a size of all files", "a path and a size for each file")
     return {}
@@ -254,6 +266,7 @@ def _pax_fields(record: bytes) -> dict[bytes, bytes]:
         count += 1
         if count > _MAX_FIELDS:
             raise broken(f"a pax header of more than {_MAX_FIELDS} fields", "fewer extended attributes of a file")
+        # LENGTH counts from its own first digit to the newline at the line's end.
         match = _PAX_FIELD.match(record, at)
         end = at + int(match[1]) if match else 0
         if match is None or not match.end() < end <= len(record):
@@ -269,9 +282,10 @@ def _pax_fields(record: bytes) -> dict[bytes, bytes]:
 
 
 _PAX_FIELD = re.compile(rb"(\d{1,9}) ([^=]+)=")
-_MAX_HEADERS = 10_000  # 15 µs for each
+_MAX_HEADERS = 10_000  # each takes 15 µs of the event loop
 _MAX_RECORD_BYTES = 1 << 16
 _MAX_FIELDS = 256  # of a record; 13,000 take 6 ms of the event loop, and a MiB has 16 records
+# How a record of each type is read: the content comes in, the next file's `path` and `size` come out where given.
 _RECORDS: dict[bytes, Callable[[bytes], dict[bytes, bytes]]] = {
     tarfile.GNUTYPE_LONGNAME: lambda record: {b"path": record.partition(b"\0")[0]},
     tarfile.GNUTYPE_LONGLINK: lambda _: {},  # the target of a link, which is refused

@@ -3,8 +3,8 @@
 Runs in the trainer's process, in the event loop of a call of `lora_plugins.client`. In: the body of a push, and HTTP
 answers. Out: what each server has answered, which versions are served there, and whether a rollback has succeeded.
 
-An address is of one server, or of an application on Ray Serve, where one call reaches several replicas, and each has
-its own answer.
+An address is of one server, or of an application on Ray Serve, where one call reaches several replicas, and the answer
+has a row for each replica. An answer may be *lost*: the server may have taken the push without the client's knowing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 
-Heard = httpx.Response | BaseException  # what came of a call: an answer, or the error in its place
-_LOOK_S = 10.0
+Heard = httpx.Response | BaseException  # the result of a call: an answer, or the error in its place
+_LOOK_S = 10.0  # for the question which version is served, after a lost answer
 _SECRET = re.compile(r"(?<=//)[^/?#]*@|[?#].*")  # login, query and fragment of a URL
 # With these errors the server has not got the whole body, and so cannot take the push.
 _UNSENT = (
@@ -36,9 +36,9 @@ class OneAnswer:
     """The answer of one server or replica.
 
     Attributes:
-        status: of HTTP; 0 without an answer.
-        body: the JSON object; empty for any other body.
-        text: for people.
+        status: the HTTP status; 0 where an error came in the place of an answer.
+        body: the JSON object in the answer; empty for any other content.
+        text: the answer or the error, for people.
         replica: the replica's name on Ray Serve; empty for a server.
     """
 
@@ -48,13 +48,14 @@ class OneAnswer:
     replica: str = ""
 
     def is_done(self, needs: str) -> bool:
-        """Whether the call was done; the body of a done call has a value of the key `needs`."""
+        """Whether the call was done, and the body has a text under the key `needs`, as a done call's body has."""
         # A pause that another client's resume has ended is answered with 200, and did not last.
         return self.status == 200 and isinstance(self.body.get(needs), str) and self.body.get("status") != "resumed"
 
     @property
     def is_refusal(self) -> bool:
         """Whether the server itself has refused the call, and not a proxy that lost the server's answer."""
+        # Errors of lora-plugins have a code such as [L004] in their text, whatever their status.
         return 300 <= self.status < 500 or "[L0" in self.text
 
 
@@ -93,14 +94,20 @@ def answers_of(heard: Heard) -> list[OneAnswer]:
 
 
 def error_of(answers: list[OneAnswer], needs: str) -> str | None:
-    """Return what all replicas answered, if one has not done the call."""
+    """Return the texts of all answers where one or more have not done the call; None where the call was done.
+
+    `needs`: as in `OneAnswer.is_done`.
+    """
     if answers and all(it.is_done(needs) for it in answers):
         return None
     return ", ".join(it.text for it in answers) or "no answer"
 
 
 def served_digests(heard: Heard) -> set[str | None] | None:
-    """Return the digests that a name has on all replicas, None for "not served"; without digests if one is unknown."""
+    """Return the digests that a name has on the replicas, from their answers; None in the set stands for "not served".
+
+    Returns None in the place of a set where an answer does not say what its replica serves.
+    """
     digests: set[str | None] = set()
     for it in answers_of(heard):
         if it.status == 404 or it.body.get("state") in ("draining", "blocked"):
@@ -116,7 +123,7 @@ class Attempt:
     """A push to one address: of a server, or of all replicas on Ray Serve.
 
     Attributes:
-        answers: of the server or the replicas; none until they have come.
+        answers: the answers of the server or the replicas; empty before `send` has ended.
     """
 
     def __init__(self, client: httpx.AsyncClient, url: str, query: Mapping[str, str]) -> None:
@@ -124,11 +131,15 @@ class Attempt:
         self._client = client
         self._url = url
         self._query = query
-        self._before: set[str | None] | None = None
-        self._is_lost = False  # the server may have taken the push, or take the push yet
+        self._before: set[str | None] | None = None  # of `served_digests` before the push; None where not known
+        # The client has no answer that settles the push: the server may have taken the push, or may take it yet.
+        self._is_lost = False
 
     async def send(self, body: bytes, headers: Mapping[str, str], *, looks_first: bool) -> None:
-        """Push; with `looks_first`, ask before which version is served, so that a lost answer can be settled."""
+        """Push, and note the answers, or the error in their place; raises nothing.
+
+        With `looks_first`, ask before the push which version is served, so that `undo` can settle a lost answer.
+        """
         try:
             if looks_first:
                 self._before = served_digests(await self._client.get(self._url))
@@ -137,12 +148,13 @@ class Attempt:
         except Exception as error:  # noqa: BLE001 - every server must be heard before a rollback
             heard = error
         self.answers = answers_of(heard)
+        # Surely not taken: the server has not got the body, or every replica has refused.
         is_refused = isinstance(heard, _UNSENT) or all(it.is_refusal for it in self.answers)
         self._is_lost = self._is_lost and self.error is not None and not is_refused
 
     @property
     def error(self) -> str | None:
-        """The text of a failed push."""
+        """The text of a failed push; None where the push succeeded on the server or on every replica."""
         return error_of(self.answers, "digest")
 
     @property
@@ -151,53 +163,65 @@ class Attempt:
         return {it.body["digest"] for it in self.answers if it.is_done("digest")}
 
     async def undo(self, pushed: Collection[str]) -> bool:
-        """Go back to the version before, unless another push came since.
+        """Go back to the version served before this push, unless another push has changed the name since.
 
         Args:
             pushed: digests of the pushed version on all servers that answered.
 
         Returns:
-            Whether the pushed version is surely not served, or was served before too.
+            Whether the pushed version is surely not served now, or was served before this push too.
         """
         try:
+            # Digests to go back from, each with the digests to go back to; without answers, from a look at the server.
             changes = self._taken() if self.digests else await self._found(pushed)
             return changes is not None and all([await self._go_back(*it) for it in changes.items()])
         except Exception:  # noqa: BLE001 - an answer that nobody understands settles nothing
             return False
 
     def _taken(self) -> dict[str, set[str | None]]:
-        """Return the versions before, by pushed version; an empty digest is a version without a digest."""
+        """Return, by pushed digest, the digests served before, as the answers say; without unchanged names.
+
+        None stands for "not served", and an empty digest for a version without a digest.
+        """
         changes: dict[str, set[str | None]] = {}
         for body in (it.body for it in self.answers if it.is_done("digest")):
             before = body.get("previous_digest")
-            if before is None and body.get("swapped"):
+            if before is None and body.get("swapped"):  # a version that only the workers had was served before
                 before = ""
             if before != body["digest"]:
                 changes.setdefault(body["digest"], set()).add(before)
         return changes
 
     async def _found(self, pushed: Collection[str]) -> dict[str, set[str | None]] | None:
-        """Return the same where no answer came, from what is served now; None if that does not settle the question."""
+        """Return as `_taken` does, where no answer says that the push was taken, from a look at what is served now.
+
+        Returns None where the look does not settle whether the pushed version is served, or will be.
+        """
         if not self._is_lost:
-            return {}
-        if self._before is None:
+            return {}  # surely not taken, so there is nothing to go back from
+        if self._before is None:  # not known what to go back to
             return None
         now = served_digests(await self._client.get(self._url, timeout=_LOOK_S))
         if now is None:
             return None
+        # Versions that were not served before the push; if other servers have said the pushed digest, only this digest.
         new = {it for it in now - self._before if it is not None and (not pushed or it in pushed)}
+        # Without a new version, the server may take the push yet: not settled.
         return dict.fromkeys(new, self._before) or None
 
     async def _go_back(self, digest: str, before: set[str | None]) -> bool:
+        """Roll back from `digest` to the version `before`, or unload where none was served; whether this was done."""
         named = [it for it in before if it is not None]
-        if len(named) > 1 or "" in named:
+        if len(named) > 1 or "" in named:  # one call cannot go back to several versions, or to one without a digest
             return False
-        # One call reaches all replicas; `If-Match` keeps those out that another push has changed, or that refused.
+        # One call reaches all replicas. With `If-Match`, a replica that serves another version than `digest` answers
+        # 412: another push has changed the name there, or the replica refused this push.
         headers = {"If-Match": digest}
         if named:
             body: dict[str, Any] = {"digest": named[0], "running": self._query["mode"]}
             heard = await self._client.post(f"{self._url}/rollback", json=body, headers=headers)
         else:
             heard = await self._client.delete(self._url, headers=headers)
+        # A name that is not served (404) needs no unload; a rollback has to find the name.
         statuses = {it.status for it in answers_of(heard)}
         return statuses <= ({200, 412} if named else {200, 404, 412})

@@ -48,8 +48,7 @@ class Copies:
     """The copies of one API server.
 
     Args:
-        leader: has the followers end their leases too, where a fetch needs room; None in a follower, and where there
-            are no followers.
+        leader: has the followers, if any, end their leases too where a fetch needs room; None for a follower's copies.
     """
 
     def __init__(self, server: ApiServer, leader: Leader | None = None) -> None:
