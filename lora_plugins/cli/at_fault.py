@@ -1,9 +1,10 @@
 """PEFT's answers on this machine, and the modules at fault where a server's answers are not the trained adapter's.
 
 Runs in the process of `compare --peft`, with torch and PEFT. In: an adapter's directory, and the server's answers. Out:
-the trained answers, and one line that names the cause. The server's answers are compared with answers of the adapter
-with a group of its modules left out, or scaled: a group with equal answers is at fault. Groups are a projection of all
-layers, a layer, and one module of a layer; and what a whole adapter has beside A and B, such as DoRA's magnitudes.
+the trained answers, and one line that names the cause. An *answer* to a prompt is the logarithm of the probability of
+each token but the first. Here PEFT computes answers of the adapter with a group of its modules left out, or scaled: the
+group is at fault whose answers equal the server's. A group is one projection of all layers, a layer, the last layers,
+or one module of a layer. A *kind* is something that the whole adapter has beside A and B, such as DoRA's magnitudes.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from typing import Any
 from lora_plugins.adapter.config import CONFIG_FILE
 from lora_plugins.cli import UsageProblem
 
-_MOST_GROUPS = 3  # at fault together; each costs a pass over all groups
-_CLEARLY = 0.7  # of the remaining distance: a group whose omission takes away less explains nothing
-# By how much each module is scaled; 0 where a module, or a kind of what is beside A and B, is left out.
+_MOST_GROUPS = 3  # at fault together; for each, all groups are tried
+_CLEARLY = 0.7  # a group explains nothing if more than this part of the distance remains without the group
+# By module or kind, the factor of its contribution; 0 leaves it out. A kind is only ever left out.
 Factors = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One trained prompt: of each token but the first its logarithm of probability; the base model's too."""
+    """A prompt, the answer of the whole adapter, and the base model's own answer; None where not known."""
 
     prompt: str
     token_ids: tuple[int, ...]
@@ -38,6 +39,7 @@ class Trained:
 
 
 def apart(some: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the absolute differences of two answers, token by token."""
     return [abs(one - other) for one, other in zip(some, others, strict=True)]
 
 
@@ -45,7 +47,7 @@ class ByPeft:
     """A base model in its own dtype with one adapter, as PEFT loads both.
 
     Args:
-        directory: the adapter's. base: another base model than the adapter names.
+        directory: the adapter's. base: the base model's path or Hub id; None for the one that the adapter names.
 
     Attributes:
         modules: the names of the adapter's modules. ranks: of the modules with A and B.
@@ -67,15 +69,17 @@ class ByPeft:
         except ImportError as error:
             raise UsageProblem(f"--peft needs torch, transformers and peft: {error}") from None
         self._torch = torch
-        with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        with contextlib.redirect_stderr(io.StringIO()):  # drop progress bars
             base = base or str(PeftConfig.from_pretrained(str(directory)).base_model_name_or_path)
             self._tokenizer = AutoTokenizer.from_pretrained(base)
             plain = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+            # The base model's biases as they are before PEFT replaces some by trained biases.
             own = [(one, one.detach().clone()) for name, one in plain.named_parameters() if name.endswith("bias")]
             self._model: Any = PeftModel.from_pretrained(plain, str(directory)).eval()
         named = {name: one for name, one in self._model.named_modules() if isinstance(one, BaseTunerLayer)}
+        # Trained tokens are a kind, and no module of their own.
         of_tokens = [named.pop(name) for name in [*named] if name.endswith(".token_adapter")]
-        # By the names in the adapter's own file.
+        # By the names that the adapter's weights file has for modules.
         self._layers: dict[str, Any] = {name.removeprefix("base_model.model."): one for name, one in named.items()}
         self.modules = [*self._layers]
         with_rank = {name: one for name, one in self._layers.items() if hasattr(one, "r")}  # not IA3's
@@ -104,7 +108,7 @@ class ByPeft:
     def trained(self, prompt: str) -> Trained:
         """Return the answers to a prompt of two tokens or more, with the adapter and without."""
         ids = tuple(self._tokenizer(prompt)["input_ids"])
-        if len(ids) < 2:
+        if len(ids) < 2:  # the first token has no probability, so there would be no answer
             raise UsageProblem(f"--prompts: {prompt!r} is less than two tokens")
         with warnings.catch_warnings(action="ignore"), self._model.disable_adapter(), self.scaled(self.nothing):
             without = self.logprobs(ids)
@@ -116,7 +120,7 @@ class ByPeft:
         with contextlib.ExitStack() as stack:
             for name, factor in factors.items():
                 parts = self._without[name]
-                if factor:
+                if factor:  # scale the module, and do not leave it out
                     layer = self._layers[name]
                     parts = [(layer, "scaling", {key: factor * value for key, value in layer.scaling.items()})]
                 for owner, attribute, value in parts:
@@ -126,11 +130,11 @@ class ByPeft:
 
     @property
     def nothing(self) -> Factors:
-        """The factors that leave the base model alone."""
+        """The factors that leave out the whole adapter, so that only the base model answers."""
         return dict.fromkeys([*self.modules, *self.kinds], 0.0)
 
 
-# A part of an adapter: an object of PEFT's, its attribute, and the attribute's value without the part.
+# How to leave out a part of an adapter: an object of PEFT's, the name of its attribute, and the value to set.
 _Without = tuple[Any, str, Any]
 
 
@@ -143,25 +147,28 @@ def at_fault(trained: Sequence[Trained], served: Sequence[Sequence[float]], righ
 
     Args:
         trained: the prompts, with the whole adapter's answers.
-        served: logarithms of probabilities of each prompt.
-        right: a difference up to which two answers are the same.
-        model: the adapter, parts of which are left out.
+        served: the server's answer to each of these prompts.
+        right: the largest difference at which two answers count as equal.
+        model: the adapter, parts of which are left out or scaled.
     """
+    # Of each prompt, the largest difference between the trained answer and the server's answer.
     away = [max(apart(one.logprobs, answer)) for one, answer in zip(trained, served, strict=True)]
     if not all(map(math.isfinite, away)):
         return "at fault: the server's answers are not finite"
     worst = away.index(max(away))
 
     def distances(factors: Factors, at: int) -> list[float]:
+        """The differences from the server's answer to a prompt, by its index, with the adapter changed by `factors`."""
         with model.scaled(factors):
             return apart(model.logprobs(trained[at].token_ids), served[at])
 
     def left(factors: Factors) -> float:
+        """The mean difference that `factors` leave at the worst prompt; 0 where they explain the server's answer."""
         found = distances(factors, worst)
         return sum(found) / len(found)
 
     def explains(factors: Factors) -> bool:
-        # One prompt first: most causes fail there, and each prompt costs a pass of the model.
+        # The worst prompt first: most causes fail to explain it, and each further prompt costs a pass of the model.
         return left(factors) <= right and all(max(distances(factors, at)) <= right for at in range(len(trained)))
 
     for text, factors in _changes(model).items():
@@ -177,6 +184,7 @@ def at_fault(trained: Sequence[Trained], served: Sequence[Sequence[float]], righ
     best, closest = min(tries)
     if not closest:
         return "at fault: no group of modules; swapped, renamed or other weights, or another base model"
+    # No groups explain the answers wholly: name the groups that come closest.
     gone = 100 * (1 - best / begin)
     return f"at fault, in part: {', '.join(closest)}; without them {gone:.0f} % of the difference is gone"
 
@@ -184,7 +192,11 @@ def at_fault(trained: Sequence[Trained], served: Sequence[Sequence[float]], righ
 def _greedily(
     left: Callable[[Factors], float], groups: Mapping[str, Factors], now: float, right: float
 ) -> tuple[float, list[str]]:
-    """Return the distance left, and the groups whose omission, one after the other, brings the adapter closest."""
+    """Leave out one group after the other, each time the group that brings the adapter closest to the server's answers.
+
+    Returns the distance left, and the names of the groups left out. `left` gives the distance for factors, and `now` is
+    the distance of the whole adapter. Ends at a distance of `right`, or where no group takes away enough.
+    """
     chosen, gone = list[str](), dict[str, float]()
     while now > right and len(chosen) < min(_MOST_GROUPS, len(groups)):
         tried = {text: left({**gone, **groups[text]}) for text in groups if text not in chosen}
@@ -196,7 +208,7 @@ def _greedily(
 
 
 def _changes(model: ByPeft) -> dict[str, Factors]:
-    """Return the scalings of a whole adapter by a wrong configuration, and what may be missing in all modules."""
+    """Return single causes, in words, with their factors: a wrong configuration, a missing kind, no adapter at all."""
     ranks = model.ranks
     scalings = {
         "alpha were doubled": dict.fromkeys(ranks, 2.0),
@@ -217,7 +229,7 @@ def _groupings(modules: Sequence[str]) -> Iterator[dict[str, Factors]]:
         projections.setdefault(f"`{name.rpartition('.')[2]}` of all layers", {})[name] = 0.0
         if (found := re.search(r"\.(\d+)\.", name)) is not None:
             layers.setdefault(f"layer {found[1]}", {})[name] = 0.0
-    some = list(layers.values())
+    some = list(layers.values())  # in the order of the layers
     yield dict(projections)
     yield dict(layers)
     yield {

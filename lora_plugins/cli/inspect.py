@@ -1,8 +1,9 @@
 """`inspect`: the facts of adapters, and whether a server would serve them.
 
-Runs in the command's process. In: directories, URIs, which are fetched into the store first, or names and digests of
-the store. Out: files, configuration, tensors and chat parts of each adapter, and the verdict of the verification that a
-server makes. Every part is read by itself, so a broken part hides no other.
+Runs in the command's process. In: directories; URIs, whose adapters are fetched into the store first; or names and
+digests of adapters in the store. Out: files, configuration, tensors and chat parts of each adapter, and the verdict of
+the verification that a server makes. Each of these parts is read by itself, so a broken part hides no other part.
+*Beside* means what an adapter has besides the matrices A and B, such as DoRA's magnitudes.
 """
 
 from __future__ import annotations
@@ -52,7 +53,11 @@ from lora_plugins.store.manifest import Manifest
 
 @dataclass(slots=True)
 class Found:
-    """The readable facts of an adapter, and its error if the adapter has an error."""
+    """The readable facts of an adapter; a part that cannot be read keeps its default.
+
+    Attributes:
+        verified: the result of the verification; None where the verification has failed with `error`.
+    """
 
     config: AdapterConfig | None = None
     tensors: tuple[TensorInfo, ...] = ()
@@ -89,22 +94,25 @@ def inspect(
         text = asked.uri or asked.name
         shown = without_login(text)
         try:
+            # An error about a path names the path itself.
             with describing(adapter=shown if "://" in text else ""):
                 places = _find(output, settings, text)
             for path, uri in places:
                 looked = _look(path, settings, base)
-                if looked.error is not None:
+                if looked.error is not None:  # several adapters of one name or pattern: say which one is meant
                     looked.error.adapter = looked.error.adapter or (shown if len(places) == 1 else uri or str(path))
                 answers.append(_result(path, uri, looked, base))
         except LoRAPluginsError as error:
-            if not os.path.isabs(error.file):  # a whole path says enough
+            if not os.path.isabs(error.file):  # an absolute path in the error says which adapter is meant
                 error.adapter = error.adapter or shown
             answers.append(_nothing(shown, error))
     return listed(answers, blank_between=True)
 
 
 def _find(output: Output, settings: Settings, text: str) -> list[tuple[Path, str | None]]:
-    """Return the directories of a path, a URI, or of adapters in the store; and the URIs that they came from.
+    """Return the directories that a path, a pattern of paths, a URI, or a name or digest of the store stands for.
+
+    Each directory comes with the URI that its adapter was fetched from; None for a directory outside the store.
 
     Raises:
         AdapterNotFound: there is no such directory.
@@ -114,14 +122,14 @@ def _find(output: Output, settings: Settings, text: str) -> list[tuple[Path, str
         stored = bring(output, settings, text)
         return [(stored.adapter.path, stored.manifest.uri)]
     path = Path(text)
-    # A directory of this machine goes before a name in the store.
+    # A path of this machine goes before a name in the store.
     if not path.exists():
         if is_pattern(text) and (found := sorted(filter(os.path.isdir, glob(text)))):
             return [(Path(one).absolute(), None) for one in found]
         view = StoreView(settings)
         if is_prefix(text):
             return [_stored(view, view.select(text)[0].digest)]
-        with suppress(AdapterNotFound):
+        with suppress(AdapterNotFound):  # no such name either: the error below says what was looked for
             return [_stored(view, entry.digest) for entry in view.select(text)]
     path = path.absolute()
     with describing(file=str(path)):
@@ -136,7 +144,7 @@ def _find(output: Output, settings: Settings, text: str) -> list[tuple[Path, str
         try:
             os.listdir(path)
             os.stat(path / os.curdir)
-        except OSError as error:  # this user may not list or enter it
+        except OSError as error:  # this user may not list or enter the directory
             raise map_os_error(error) from None
     return [(path, None)]
 
@@ -147,13 +155,16 @@ def _stored(view: StoreView, digest: str) -> tuple[Path, str]:
 
 
 def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
-    """Verify the adapter, and read every readable part, whatever else is wrong."""
+    """Verify the adapter, and read every readable part, whatever else is wrong.
+
+    `base` is None where no base model was given: nothing is compared then.
+    """
     found = Found()
     # Each part by itself: a broken configuration must not hide the tensors, nor the reverse.
     with suppress(LoRAPluginsError), open_regular(_of_source(path, CONFIG_FILE)) as (file, _):
         found.config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
     with suppress(LoRAPluginsError):
-        # A look never opens a pickle, whatever a server may serve.
+        # Never open a pickle here, even where the settings let a server serve pickles.
         weights = choose_weights(_files(path), replace(settings, allow_pickle=False))
         with open_weights(path, weights) as opened:
             found.tensors = tuple(tensor for _, _, some in opened for tensor in some)
@@ -169,12 +180,13 @@ def _look(path: Path, settings: Settings, base: BaseModel | None) -> Found:
         found.verified = verify_adapter(path, base, settings)
         found.warnings = found.verified.warnings
     except LoRAPluginsError as error:
+        # For a folder of adapters, a path to each adapter helps more than what the folder itself lacks.
         found.error = _of_folder(path) or error
     return found
 
 
 def _of_folder(path: Path) -> AdapterNotFound | None:
-    """Return the error of a directory that is no adapter and holds adapters, at most two folders deep."""
+    """Return an error where a directory is no adapter and holds adapters, at most two folders deep; else None."""
     if _files(path):
         return None
     for below in (path / "*", path / "*" / "*"):
@@ -190,19 +202,20 @@ def _of_folder(path: Path) -> AdapterNotFound | None:
 
 
 def _of_source(path: Path, name: str) -> Path:
-    # The store may have replaced the configuration.
+    """Return the path of an adapter's file as the source has it: the store keeps a configuration that it replaces."""
     kept = path / ORIGINAL_CONFIG_FILE
     return kept if name == CONFIG_FILE and os.path.lexists(kept) else path / name
 
 
 def _files(path: Path) -> list[str]:
+    """Return the names of an adapter's files in a directory; none where the directory cannot be read."""
     with suppress(OSError):
         return choose_files([TOOLS_FILE, *os.listdir(path)])
     return []
 
 
 def _nothing(name: str, error: LoRAPluginsError) -> Result:
-    """Return the verdict on what cannot be looked at."""
+    """Return the result for an adapter that cannot be looked at, because of `error`."""
     verdict = {Exit.NOT_FOUND: "no adapter", Exit.UNAVAILABLE: "unavailable"}.get(exit_of(error), "refused")
     end = line(f"verdict      {verdict}", "bold red")
     fields = {"name": name, "verdict": verdict, "error": error_fields(error)}
@@ -216,7 +229,7 @@ def _result(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
         fields |= {"verdict": "refused", "error": error_fields(found.error)}
         return Result(fields, [*lines, line("verdict      would be refused", "bold red"), found.error])
     said = would_be_served(base, 0 if found.config is None else found.config.max_rank)
-    if reason := why_not_compared(base, _files(path)):
+    if reason := why_not_compared(base, _files(path)):  # empty where the adapter was compared with the base model
         fields["verdict"], code, style = "not compared", Exit.NOT_COMPARED, "bold yellow"
         said = f"whole, and not compared: {reason}"
     return Result(fields, [*lines, line(f"verdict      {said}", style)], code)
@@ -226,7 +239,8 @@ def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
     files = {name: _of_source(path, name).stat().st_size for name in _files(path) if (path / name).is_file()}
     conversion, converted, chat = found.verified.conversion if found.verified else None, None, found.chat
     with suppress(InvalidAdapter):
-        converted = Manifest.read(path).converted  # the store's changes, and the original's digest
+        # What the store has changed, and the original's digest. Only directories of the store have a manifest.
+        converted = Manifest.read(path).converted
     modules = None if base is None or base.model is None else len(base.model.modules.places)
     return {
         "path": str(path),
@@ -247,7 +261,7 @@ def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
             "added_tokens": {token.text: token.id for token in chat.added_tokens},
         },
         "base": None if base is None else {"path": base.path, "modules": modules, "max_rank": base.max_rank},
-        "verdict": "served",
+        "verdict": "served",  # `_result` replaces the verdict where the adapter is refused or was not compared
         "notes": list(found.verified.notes) if found.verified else [],
         "warnings": [*found.warnings, *([chat.warning] if chat.warning else [])],
         "to_convert": list(conversion.changes) if conversion else [],

@@ -1,8 +1,8 @@
 """`pull`, and `look_up`: ask this environment's sources for adapters, as a server would at a first request.
 
 Runs in the command's process, without a server; `why` and `inspect` of a URI use `look_up` too. In: names and URIs, as
-`LookUp` objects, several at once. Out: each `LookUp` with the adapter verified in the store, or the adapter that a dry
-run would fetch, or an error.
+`LookUp` objects, several of them at the same time. Out: each `LookUp` with the adapter verified in the store, or with
+the adapter that a dry run has found and not fetched, or with an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lora_plugins.store.layout import Layout, is_digest, key_of
 from lora_plugins.store.manifest import Manifest
 from lora_plugins.store.store import open_store
 
-_AT_ONCE = 8  # the resolver fetches four at once
+_AT_ONCE = 8  # look-ups; twice the four fetches that the resolver runs at a time, so that searches go on meanwhile
 
 
 @dataclass(slots=True)
@@ -44,8 +44,12 @@ class LookUp:
     """A name or URI, and what the look-up has found out.
 
     Attributes:
-        text: the name or URI asked for. name: the adapter's. uri: the place, if not where the sources have the name.
-        stored: the adapter in the store. would_fetch: with a dry run, the adapter to fetch.
+        text: the name or URI asked for. name: the adapter's. uri: the place asked for; None for wherever the sources
+            have the name.
+        found: what the sources have answered, with the error if any; empty before the look-up.
+        stored: the adapter in the store; None after a dry run, and where no source has the adapter.
+        would_fetch: the adapter that a dry run has found; None otherwise.
+        elapsed_s: seconds for this look-up, in which others may have run too.
     """
 
     text: str
@@ -58,7 +62,10 @@ class LookUp:
 
     @classmethod
     def of(cls, one: AskedName) -> LookUp:
-        """Return the look-up of a name, or of a URI with a name for messages; with an error for any other text."""
+        """Return the look-up of a name or a URI; with an error where the text is neither.
+
+        A URI given without a name gets a name for messages.
+        """
         asked = cls(one.uri or one.name, one.name)
         try:
             if "://" in asked.text:
@@ -68,10 +75,11 @@ class LookUp:
             else:
                 asked.name = str(AdapterName.parse(one.name))
         except LoRAPluginsError as error:
-            if "://" not in one.name:  # the URI's fault may be a password
+            if "://" not in one.name:  # a message must not repeat a URI, which may have a password
                 error.adapter = error.adapter or one.name
             if one.name.startswith(("/", "./", "../", "~/")) and one.uri is None:
-                path = Path(os.path.expanduser(one.name)).absolute()  # `Path.expanduser` raises where there is no home
+                # Not `Path.expanduser`, which raises where the user has no home directory.
+                path = Path(os.path.expanduser(one.name)).absolute()
                 error.remedy = f"for a directory of this machine use {path.as_uri()}"
             asked.found.error = error
         return asked
@@ -79,7 +87,7 @@ class LookUp:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """An adapter that is in the store now, and how the adapter came."""
+    """An adapter that is in the store now; `facts` says whether and how fast a fetch has brought the adapter there."""
 
     adapter: ResolvedAdapter
     manifest: Manifest
@@ -88,14 +96,17 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class WouldFetch:
-    """An adapter that a source has: the bytes to fetch, and the directory if the store has the adapter already."""
+    """An adapter that a source has, and the size of its files.
+
+    `stored` is the adapter's directory where the store has the adapter already, so that nothing would be fetched.
+    """
 
     adapter: RemoteAdapter
     size_bytes: int
     stored: Path | None
 
     def as_json(self) -> dict[str, Any]:
-        """The fields of `located`."""
+        """The fields of `located` in the JSON output of `why`."""
         same = {name: getattr(self.adapter, name) for name in ("source", "uri", "version")}
         files = [{"name": file.name, "size_bytes": file.size_bytes} for file in self.adapter.files]
         stored = None if self.stored is None else str(self.stored)
@@ -112,10 +123,11 @@ def look_up(
     dry_run: bool = False,
     before_fetch: str = "",
 ) -> list[str]:
-    """Look up all names and URIs, each with its steps; return the labels of the sources, in their order.
+    """Look up all names and URIs, and note the results in `asked`; return the sources' labels, in their order.
 
-    URIs need not be below an allowed prefix. A dry run asks the sources, and leaves the store as it is. Without `base`,
-    adapters are compared with no base model. `before_fetch` is said once, as the first fetch begins.
+    URIs need not be below an allowed prefix. A dry run asks the sources, and leaves the store as it is. Where `base` is
+    None, adapters are compared with no base model. `base_path`, the base model's path or Hub id, fills the sources'
+    templates. `before_fetch` is a note for the user, shown once, as the first fetch begins; none where empty.
 
     Raises:
         InvalidSettings: the environment has no source for a name; a source or the store cannot be made.
@@ -126,17 +138,17 @@ def look_up(
     if base is None:
         settings = replace(settings, base_match=BaseMatch.OFF)
     sources = sources_of_environment(settings)
-    if len(uris) < len(asked):
+    if len(uris) < len(asked):  # a name is among them, and no URI says where to look for the name
         require_sources(sources)
     bars = FetchBars(output, len(asked))
     events, turns = Events(bars.on_event), asyncio.Semaphore(_AT_ONCE)
-    unsaid = [before_fetch] if before_fetch else []
+    unsaid = [before_fetch] if before_fetch else []  # emptied once the note is shown
     events.add(lambda event: output.progress(unsaid.pop()) if unsaid and isinstance(event, FetchStarted) else None)
-    search, resolver = SourceSearch(settings, events, sources), None
+    search, resolver = SourceSearch(settings, events, sources), None  # no resolver: a dry run
     if not dry_run:
         resolver = AdapterResolver(settings, events, open_store(settings), sources)
         resolver.base = base
-    first: dict[tuple[str, Path], AdapterResolved] = {}
+    first: dict[tuple[str, Path], AdapterResolved] = {}  # by name and directory, the facts of the first look-up
 
     async def end(one: LookUp) -> None:
         async with turns:
@@ -164,24 +176,25 @@ def look_up(
 async def _store(
     resolver: AdapterResolver, asked: LookUp, base_path: str, first: dict[tuple[str, Path], AdapterResolved]
 ) -> None:
-    """Bring an adapter into the store; `first` says how each adapter came."""
+    """Bring an adapter into the store, and note the result in `asked`; `first` keeps the facts of first look-ups."""
     uri = None if asked.uri is None else asked.text
     found = asked.found = await resolver.look_up(asked.name, base_path, uri)
+    # The error of an absent URI names no cause: add what lies at the place, unless an absence has its own error.
     if found.error is not None and uri is not None and found.absences and not any(one.cause for one in found.absences):
         found.error.found += ": " + "; ".join(map(str, found.absences))
     if found.resolved is None:
         return
     path = found.resolved.path
-    # The first look-up says whether the bytes were fetched: a second finds them in the store.
+    # Only the first look-up of an adapter knows whether its bytes were fetched: a second finds the bytes in the store.
     if found.facts is not None:
         first.setdefault((asked.name, path), found.facts)
     asked.stored = Stored(found.resolved, Manifest.read(path), first[asked.name, path])
-    # Nothing is served from here: a lease would only keep the adapter from eviction.
+    # This process serves nothing: a lease would only keep the adapter from eviction.
     resolver.store.release(asked.name, path)
 
 
 async def _locate(search: SourceSearch, asked: LookUp, base_path: str, settings: Settings) -> None:
-    """Ask the sources, and leave the store as it is.
+    """Ask the sources where the adapter is, and note the answer in `asked`; the store stays as it is.
 
     Raises:
         LoRAPluginsError: the adapter's files would be refused.
@@ -194,6 +207,7 @@ async def _locate(search: SourceSearch, asked: LookUp, base_path: str, settings:
 
 
 def _stored(settings: Settings, adapter: RemoteAdapter) -> Path | None:
+    """Return the store's directory of this version of an adapter; None where the store does not have the version."""
     layout = Layout(settings.store_dir)
     try:
         digest = (layout.folder("index") / key_of(adapter.uri, adapter.version)).read_text(errors="replace")
@@ -241,7 +255,7 @@ def pull(
 
 
 def bring(output: Output, settings: Settings, uri: str) -> Stored:
-    """Fetch and verify the adapter at a URI, allowed by the settings or not.
+    """Fetch and verify the adapter at a URI, which need not be below an allowed prefix.
 
     Raises:
         AdapterNotFound: there is no adapter. LoRAPluginsError: the adapter cannot be had, or cannot be served.
@@ -258,7 +272,7 @@ def _result(pulled: LookUp) -> Result | LoRAPluginsError:
     except LoRAPluginsError as error:
         return error
     found, manifest, elapsed_s = stored.adapter, stored.manifest, pulled.elapsed_s
-    bytes_s = manifest.size_bytes / elapsed_s if stored.facts.fetched else None
+    bytes_s = manifest.size_bytes / elapsed_s if stored.facts.fetched else None  # None: the store had the adapter
     fields = {name: getattr(found, name) for name in ("name", "source", "version")}
     fields |= {name: getattr(manifest, name) for name in ("uri", "digest", "size_bytes")}
     fields |= {"path": str(found.path), "fetched": stored.facts.fetched, "elapsed_s": elapsed_s, "bytes_s": bytes_s}
@@ -268,6 +282,7 @@ def _result(pulled: LookUp) -> Result | LoRAPluginsError:
 
 
 def _brought(pulled: LookUp) -> Stored:
+    """Return the adapter that a look-up has brought into the store; raises as `bring`."""
     if pulled.found.error is not None:
         raise pulled.found.error
     if pulled.stored is None:

@@ -1,7 +1,11 @@
 """`load`, `unload`, `refresh`, `push` and the other verbs: each calls a route of a running server's admin API.
 
-Runs in the command's process, and asks for four names at once. In: names, and the options of a verb, from which the
-verb's function makes a `VerbCall`. Out: a row for each name with the server's answer, and the errors below.
+Runs in the command's process, and sends the calls for four names at the same time. In: names, and a verb's options.
+Out: a table with the server's answer for each name, and the errors below the table.
+
+The function of a verb, such as `load`, takes only the verb's own options, and returns a `VerbCall`. `_verb` makes the
+command of the function, with the options of every verb (`_of_verbs`) added. The functions' docstrings are the help
+texts.
 """
 
 from __future__ import annotations
@@ -29,8 +33,8 @@ from lora_plugins.client.body import archive_of
 from lora_plugins.errors import LoRAPluginsError
 from lora_plugins.scheduler.pauses import PauseMode
 
-_AT_ONCE = 4
-_OF_ONE = ("uri", "to", "if_match")  # options for one name
+_AT_ONCE = 4  # calls
+_OF_ONE = ("uri", "to", "if_match")  # options that are refused where several names are given
 _IfMatch = Annotated[str | None, typer.Option("--if-match", help="Only if the served digest is this, or begins so.")]
 _Uri = Annotated[str | None, typer.Option(help="Where the adapter lies, if not where its name says; for one name.")]
 _Block = Annotated[bool, typer.Option("--block", help="Refuse the names from here on, until they are loaded.")]
@@ -45,7 +49,7 @@ _Mode = Annotated[
 ]
 _Answer = models.AdapterStatus | LoRAPluginsError
 
-# What pydantic finds wrong with `LoadAdapterRequest` and `RollbackRequest`.
+# The texts, by pydantic's type of error, of what may be wrong with `LoadAdapterRequest` and `RollbackRequest`.
 _MEANING = {
     "string_pattern_mismatch": f"not the beginning of a digest: {MIN_PREFIX} characters or more, 0 to 9 and a to f",
     "string_too_long": "longer than {max_length} characters",
@@ -59,8 +63,10 @@ class VerbCall:
     """What is asked of a server for each name.
 
     Attributes:
-        route: method and path. answer: the type of the answer. body: makes the body, if any.
-        if_match: the digest that must be served, or its beginning. headers: of the body, if not JSON.
+        route: method and path, with a space between; `{name}` stands for the name. answer: the type of the answer.
+        body: makes the body for a name; None for a call without a body.
+        if_match: the digest that must be served, or its beginning; None for any version.
+        headers: of the body, if not JSON.
     """
 
     route: str
@@ -85,7 +91,7 @@ def load(*, uri: _Uri = None, if_match: _IfMatch = None) -> VerbCall:
         source = models.AdapterSource(uri=place) if (place := uri or one.uri) else None
         return models.LoadAdapterRequest(lora_name=one.name, source=source)
 
-    return VerbCall("POST ", models.VersionStatus, body, if_match)
+    return VerbCall("POST ", models.VersionStatus, body, if_match)  # the name is in the body, and not in the path
 
 
 def unload(*, block: _Block = False, drain_s: _Drain = None) -> VerbCall:
@@ -186,23 +192,27 @@ def _of_verbs(
 
 
 def _verb(call_of: Callable[..., VerbCall]) -> Callable[..., Result]:
-    """Return the command of a verb, which asks for a few names at once; a failure keeps no other from being asked."""
+    """Return the command of a verb, which calls the server for a few names at the same time.
+
+    An error of one name does not keep the command from calling the server for the other names.
+    """
 
     def command(
         output: Output, names: list[str] | None, file: Path | None, url: str, timeout_s: float, **options: Any
     ) -> Result:
         client, asked, call = AdminClient(url, timeout_s), wanted(names, file), call_of(**options)
         given = [name for name in _OF_ONE if options.get(name) is not None]
+        # With `--uri`, a name must not have a URI of its own in the file of names.
         if given and (len(asked) != 1 or (given[0] == "uri" and asked[0].uri is not None)):
             raise UsageProblem(f"--{given[0].replace('_', '-')} is for one name: each of several has its own")
         found: Sequence[Asked] = asked
-        if call_of is not load:  # a pattern is a name to load
+        if call_of is not load:  # `load` takes a pattern as a name: the server's list has only loaded names
             found = expand(asked, lambda: [adapter.lora_name for adapter in client.adapters().loras], client.url)
         ask = partial(_ask, client, call)
         threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="lora-plugins-admin")
         try:
             answers = [*counted(output, threads.map(ask, found), len(found), "asked")]
-        finally:  # once the command is interrupted, nobody waits for the other answers
+        finally:  # at an interrupt, do not wait for the remaining answers
             threads.shutdown(wait=False, cancel_futures=True)
         return _changed(call.answer, answers, client.url)
 
@@ -210,7 +220,12 @@ def _verb(call_of: Callable[..., VerbCall]) -> Callable[..., Result]:
 
 
 def _ask(client: AdminClient, call: VerbCall, one: Asked) -> _Answer:
-    if isinstance(one, LoRAPluginsError):
+    """Call the server for one name, and return its answer or its error.
+
+    Raises:
+        UsageProblem: the server would refuse the body of the call.
+    """
+    if isinstance(one, LoRAPluginsError):  # of a pattern that fits no name
         return one
     try:
         body = call.body(one)
@@ -231,6 +246,7 @@ VERBS = [_verb(call_of) for call_of in _CALLS]
 
 
 def _query(**options: Any) -> str:
+    """Return the query of a route, from "?" on, of the options that are not None; empty without any."""
     query = urlencode({name: value for name, value in options.items() if value is not None})
     return f"?{query}" if query else ""
 
@@ -264,7 +280,7 @@ def push(
 
 
 def _changed(kind: type[models.AdapterStatus], answers: Sequence[_Answer], url: str) -> Result:
-    """Return a server's answers: a table of those that are of `kind`, and below the errors."""
+    """Return a command's result: a table of the answers, which are of type `kind`, and the errors below the table."""
     heads = ("digest", "previous", "swapped", "took") if issubclass(kind, models.VersionStatus) else ()
     rows = [_row(one) for one in answers if not isinstance(one, LoRAPluginsError)]
     shown = [table(("name", *heads, "result"), rows)] if rows else []
@@ -273,7 +289,7 @@ def _changed(kind: type[models.AdapterStatus], answers: Sequence[_Answer], url: 
 
 
 def _row(one: models.AdapterStatus) -> tuple[str, ...]:
-    """Return the name, the change of versions, and the server's sentence, without the name in front."""
+    """Return a table's row: the name, the change of versions if any, and the server's sentence, shortened."""
     versions: tuple[str, ...] = ()
     if isinstance(one, models.VersionStatus):
         took = f"{one.elapsed_ms:.0f} ms" if one.elapsed_ms < 9_999.5 else f"{one.elapsed_ms / 1000:.1f} s"

@@ -35,6 +35,7 @@ from lora_plugins.settings import Settings
 from lora_plugins.store.blocked_names import Blocks, blocked
 from lora_plugins.store.layout import Layout
 
+# The texts of verdicts; the texts of `served` and `not compared` depend on the adapter.
 _VERDICTS = {
     "found": "found, and nothing was fetched; without --dry-run it is verified too",
     "unknown": "no source has it; a request gets a 404",
@@ -45,7 +46,7 @@ _VERDICTS = {
     "not resolved": "found, and no request finds it: vLLM asks no resolver; set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
     "paused": "served, and paused: requests wait for a resume",
 }
-# The step of an error that no source's step has told, by the error's exit code; other errors are the adapter's.
+# The step at which an error ends the steps, by the error's exit code; with any other code, at the step `adapter`.
 _STEP_OF_ERROR = {Exit.SETTINGS: "settings", Exit.UNAVAILABLE: "fetch", Exit.NO_ROOM: "store"}
 
 
@@ -54,12 +55,13 @@ class Explanation:
     """One name: what server and sources say, the steps of a request up to its end, and the verdict.
 
     Attributes:
-        asked: the look-up at the sources; empty where a request would not get as far.
-        view: the adapter at the running server, if the server has the name.
-        is_blocked: whether an operator has taken the name down, on the server or in the store.
+        asked: the look-up at the sources; without a result where a request would not get as far as the sources.
+        view: the adapter at the running server; None where the server has not the name, or was not asked.
+        is_blocked: whether an operator has blocked the name, on the server or in the store.
         of_server: the server's steps. steps: all steps, in a request's order.
         near: the names like an unknown name, in words; empty without any.
         verdict: for programs, a key of `_VERDICTS`, `served` or `not compared`. text: the verdict for people.
+        code: the exit code of this name.
     """
 
     asked: LookUp
@@ -79,16 +81,22 @@ class Explanation:
 
     @property
     def has_adapter(self) -> bool:
+        """Whether a source has the adapter: it is in the store now, or a dry run has found it."""
         return self.asked.stored is not None or self.asked.would_fetch is not None
 
     def add(self, check: str, state: str, found: str, remedy: str = "") -> None:
+        """Add a step; `Step` describes the arguments."""
         self.steps.append(Step(check, state, found, remedy))
 
     def end(self, verdict: str, code: Exit = Exit.OK, text: str = "") -> None:
+        """Set the verdict; without `text`, with the verdict's text in `_VERDICTS`."""
         self.verdict, self.code, self.text = verdict, code, text or _VERDICTS[verdict]
 
     def fail(self, error: LoRAPluginsError, check: str, verdict: str = "", remedy: str = "") -> None:
-        """End with an error, and its step, unless a source's step has told it."""
+        """Set the verdict of an error, and add a step for it, unless a source's own step shows the error already.
+
+        Without `verdict`, the error's class decides whether the name is `unavailable` or `refused`.
+        """
         if error not in self.asked.found.answers.values():
             self.add(check, "failed", str(error), remedy)
         self.asked.found.error = error
@@ -125,17 +133,19 @@ def why(
     base = base_of_options(settings, base_model, served_model_name, max_lora_rank)
     base_path = "" if base is None else base.path
     asked = expand(wanted(names, file), lambda: names_of_environment(settings, base_path), "the sources")
-    if dry_run:  # no mixture is made without its parts
+    if dry_run:  # a mixture is made of its parts' files, which a dry run does not fetch: look up the parts instead
         asked = [part for one in asked for part in _parts_of(one)]
     all_named = [one.name for one in asked if not isinstance(one, LoRAPluginsError)]
     by_name = {name: Explanation(LookUp(name, name)) for name in all_named}
+    # Malformed names are asked nowhere; `_explain` gives them their verdict.
     well_formed = {name: one for name, one in by_name.items() if malformed(name) is None}
     client = AdminClient(url, timeout_s)
     if not no_server:
         _ask_server(client, well_formed)
-    blocks = Blocks(Layout(settings.store_dir))  # every server of the store heeds them
+    blocks = Blocks(Layout(settings.store_dir))  # all servers with this store refuse the blocked names
     for name, one in well_formed.items():
         one.is_blocked = name in blocks or (one.view is not None and one.view.state is ServedState.BLOCKED)
+    # The names that a request would have looked up at the sources.
     rest = [one for one in well_formed.values() if one.asks_sources]
     labels: list[str] = []
     try:
@@ -146,6 +156,7 @@ def why(
     except InvalidSettings as error:
         if no_server:
             raise
+        # The server's answers stand, although this environment has no sources.
         for one in rest:
             one.asked.found.error = error
     _find_near_names(rest, settings, base_path, blocks)
@@ -157,20 +168,25 @@ def why(
 
 
 def _parts_of(one: Asked) -> Iterable[Asked]:
+    """The names of a mixture's parts; `one` itself where it is no mixture, or an error."""
     terms = () if isinstance(one, LoRAPluginsError) else terms_of(one.name) or ()
     return [AskedName(term.name) for term in terms] or [one]
 
 
 def _ask_server(client: AdminClient, explanations: dict[str, Explanation]) -> None:
-    """Ask a server for names; a server that does not answer is asked no more."""
+    """Note what a server says of each name, in `view`, `of_server` and `near`.
+
+    After a call without an answer, the server is asked no more; each remaining name gets a step that says so.
+    """
     try:
+        # The server's declared adapters, by name: asked for once, for the first name that the server does not serve.
         declared: dict[str, Any] | None = None
         for name, one in explanations.items():
             try:
                 one.view = client.ask(AdapterView, "GET", f"/{quote(name)}")
                 one.of_server += _steps_of_server(one.view, client.url)
             except AdapterNotFound as error:
-                one.near = error.expected if error.found == MISSPELT else ""
+                one.near = error.expected if error.found == MISSPELT else ""  # such an error expects the near names
                 one.of_server.append(Step("server", "no", f"{client.url} does not serve it"))
                 if declared is None:
                     listed = client.ask(AdapterList, "GET", "?limit=1").declared
@@ -187,7 +203,7 @@ def _steps_of_server(view: AdapterView, url: str) -> Iterator[Step]:
     held = f", {view.requests_held} held until the adapter is loaded or has a slot" if view.requests_held else ""
     requests = f"{number(view.requests_in_flight, 'request')} in flight{held}"
     yield Step("server", "yes", f"{url} has it: {view.state}, {requests}, used {ago(view.last_used_at)}")
-    if view.state is not ServedState.BLOCKED:
+    if view.state is not ServedState.BLOCKED:  # a blocked name need not have a version
         facts = f"{size(view.size_bytes)}, in {', '.join(view.tiers) or 'no tier'}"
         yield Step("version", "ok", f"{_version(view)}, {'' if view.rank is None else f'rank {view.rank}, '}{facts}")
     if view.chat is not None:
@@ -213,7 +229,7 @@ def _version(view: AdapterView) -> str:
 
 
 def _find_near_names(explanations: Iterable[Explanation], settings: Settings, base_path: str, blocks: Blocks) -> None:
-    """Set `near` of unknown names for which the server has named none, from the lists of sources on this machine."""
+    """Set `near` of unknown names from the lists of sources on this machine, where the server has set none."""
     unknown = [one for one in explanations if one.asked.found.error is None and not one.has_adapter and not one.near]
     known = names_of_environment(settings, base_path, only_local=True) if unknown else ()
     for one in unknown:
@@ -222,9 +238,10 @@ def _find_near_names(explanations: Iterable[Explanation], settings: Settings, ba
 
 
 def _explain(one: Explanation, not_asked: Sequence[Step], labels: Sequence[str], base: BaseModel | None) -> None:
-    """Walk through the steps of a request, up to its end.
+    """Add the steps of a request for the name in their order, up to the step that ends the request; set the verdict.
 
-    `not_asked` has the warning that vLLM asks no resolver, if so. `labels` are of the sources, in their order.
+    `not_asked` has a warning where vLLM asks no resolver, and is empty otherwise. `labels` are the sources' labels, in
+    the order in which sources are asked. `base` is None where no base model was given.
     """
     name, view = one.asked.name, one.view
     one.steps += not_asked if one.asks_sources else ()
@@ -239,6 +256,7 @@ def _explain(one: Explanation, not_asked: Sequence[Step], labels: Sequence[str],
         one.fail(blocked(name), "block", "refused", f"lora-plugins load {name.partition('@')[0]}")
     elif one.asks_sources or view is None:
         _explain_sources(one, labels, base)
+        # The sources have the adapter, but no request would get as far.
         if not_asked and one.asked.found.error is None and one.has_adapter:
             one.end("not resolved", Exit.WRONG)
     elif view.state is ServedState.PAUSED:
@@ -256,6 +274,7 @@ def _explain_sources(one: Explanation, labels: Sequence[str], base: BaseModel | 
         one.add("spelling", "warning", f"perhaps {one.near} was meant")
     if (error := asked.found.error) is not None:
         check = _STEP_OF_ERROR.get(exit_of(error), "adapter")
+        # An error of the settings says that there is no source to ask, and nothing about the adapter.
         is_silent = any(step.state == "no answer" for step in one.of_server)
         without_source = "no answer" if is_silent else "not asked"
         one.fail(error, check, without_source if check == "settings" else "")
@@ -268,6 +287,7 @@ def _explain_sources(one: Explanation, labels: Sequence[str], base: BaseModel | 
     elif asked.stored is not None:
         _explain_stored(one, asked.stored, base)
     elif (reason := why_absent(asked.name)) is not None:
+        # The verdict is `unknown` from the start; here the step says why no source has the revision.
         one.fail(reason, "revision", "unknown")
 
 
@@ -289,6 +309,7 @@ def _explain_stored(one: Explanation, stored: Stored, base: BaseModel | None) ->
 
 
 def _step_of(source: str, answer: SourceAnswer | None) -> Step:
+    """The step of a source, by its label; None where the source was not asked."""
     if answer is None:
         return Step(source, "not asked", "an earlier source has decided")
     if isinstance(answer, LoRAPluginsError):

@@ -114,7 +114,7 @@ class Lifecycle:
             async with self.server.vllm.lock(name), ending_block(self.server, name, seen):
                 adapter = self._present(name, expects)
                 if not adapter.is_served or uri not in (None, adapter.uri):
-                    return await change(self.server, adapter, await find(self.server, name, uri), uri, None)
+                    return await change(self.server, adapter, await find(self.server, name, uri), uri, held_digest=None)
             if adapter.loading is None:
                 return VersionChange(adapter.digest, adapter.digest, ChangeReason.UNCHANGED)
             # A request's load is under way and may fail, so decide again after its end. Wait without the lock: an
@@ -225,6 +225,7 @@ class Lifecycle:
                 digest, is_noted = version.digest, adapter.is_served  # `is_noted`: as in `load_by_path`
                 if options.get("pins") and digest == adapter.digest:  # `change` does not pin what is served already
                     await self._pin(adapter)
+                # A push comes from no place (`uri` is None), and the name stays at its digest.
                 return await change(self.server, adapter, version, None, digest, is_noted=is_noted, **options)
 
     async def declare(
