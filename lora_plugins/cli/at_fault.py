@@ -163,7 +163,7 @@ def at_fault(trained: Sequence[Trained], served: Sequence[Sequence[float]], righ
             return apart(model.logprobs(trained[at].token_ids), served[at])
 
     def left(factors: Factors) -> float:
-        """The mean difference that `factors` leave at the worst prompt; 0 where they explain the server's answer."""
+        """The distance that `factors` leave: the mean difference from the server's answer to the worst prompt."""
         found = distances(factors, worst)
         return sum(found) / len(found)
 

@@ -241,6 +241,7 @@ def _fields(path: Path, uri: str | None, found: Found, base: BaseModel | None) -
     with suppress(InvalidAdapter):
         # What the store has changed, and the original's digest. Only directories of the store have a manifest.
         converted = Manifest.read(path).converted
+    # None where no engine has listed the base model's modules in this store.
     modules = None if base is None or base.model is None else len(base.model.modules.places)
     return {
         "path": str(path),

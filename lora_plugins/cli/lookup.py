@@ -143,6 +143,7 @@ def look_up(
     bars = FetchBars(output, len(asked))
     events, turns = Events(bars.on_event), asyncio.Semaphore(_AT_ONCE)
     unsaid = [before_fetch] if before_fetch else []  # emptied once the note is shown
+    # Show the note at the first fetch; `pop` leaves none for the next.
     events.add(lambda event: output.progress(unsaid.pop()) if unsaid and isinstance(event, FetchStarted) else None)
     search, resolver = SourceSearch(settings, events, sources), None  # no resolver: a dry run
     if not dry_run:

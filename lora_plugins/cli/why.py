@@ -160,6 +160,7 @@ def why(
         for one in rest:
             one.asked.found.error = error
     _find_near_names(rest, settings, base_path, blocks)
+    # The doctor's check of vLLM's settings, as a warning here: the adapter itself may be in order.
     not_asked = [item._replace(check="vllm", state="warning") for item in resolvers_not_asked(settings)]
     for one in by_name.values():
         _explain(one, not_asked, labels, base)
@@ -343,5 +344,5 @@ def _result(one: Explanation) -> Result:
     if asked.found.error is not None:
         fields["error"] = error_fields(asked.found.error)
     style = {Exit.OK: "bold green", Exit.NOT_COMPARED: "bold yellow"}.get(one.code, "bold red")
-    shown = steps_table(("step", "verdict", ""), one.steps, {}), line(f"\n{asked.name}: {one.text}", style)
+    shown = steps_table(("step", "verdict", ""), one.steps, styles={}), line(f"\n{asked.name}: {one.text}", style)
     return Result(fields, shown, one.code)

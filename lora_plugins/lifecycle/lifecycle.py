@@ -161,7 +161,7 @@ class Lifecycle:
         self.registry.blocked.refuse(name)
         loaded = await self.load(name, expects=expects)
         adapter = self.registry.require(name)
-        # The engines may have evicted an adapter that was served before this call.
+        # The engines may have evicted an adapter that was served before this call. Host memory is enough: no slot.
         if loaded.reason is not ChangeReason.LOADED:
             async with self.copies.using(adapter.request) as request:
                 await self.planner.load(request, uri=adapter.uri, wants_slot=False)

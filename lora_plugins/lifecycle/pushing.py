@@ -102,6 +102,7 @@ class Pushes:
             NoFreeSlot: the principal has pushed as often as it may within a minute.
         """
         now, times = time.monotonic(), self._times.setdefault(label, deque())
+        # `times` has the oldest push first: drop the pushes of more than a minute ago.
         while times and times[0] <= now - _MINUTE_S:
             times.popleft()
         if len(times) >= per_minute:

@@ -74,7 +74,7 @@ class Reconciler:
     """Serves the wanted adapters, and unloads adapters that the file no longer declares.
 
     Args:
-        served: the file of served names: read at the start, written at every change.
+        served: the list of served names on disk: read at the start, written at every change.
 
     Attributes:
         file_error: why the present content of the file is not followed; None where it is followed.
@@ -315,7 +315,7 @@ class Reconciler:
         served = sum(target.is_done for target in declared.values())
         failed = sum(target.error is not None for target in declared.values())
         reconciled = DeclaredSetReconciled(len(declared), served, failed)
-        if reconciled != self._reported:
+        if reconciled != self._reported:  # only changed counts: this runs at each look at the file
             self._reported = reconciled
             self._events.emit(reconciled)
 
@@ -323,6 +323,7 @@ class Reconciler:
         """Try once to serve a target, and note the result in the target."""
         name = target.adapter.name
         try:
+            # First from the store, where the last server has served the name.
             if not (self._is_decided(target) or await self._restored(target)):
                 is_served = self._lifecycle.registry.serves(name)  # at the start, by vLLM's --lora-modules
                 if not (self._is_started or is_served) and _was_served(target):
@@ -336,13 +337,13 @@ class Reconciler:
             self._failed(target, LoRAPluginsError(f"an unexpected {type(error).__name__}", adapter=name))
         else:
             target.is_done, target.error = True, None
-        if target.is_done:
+        if target.is_done:  # the list no longer keeps the name as one that waits to be served
             self._lifecycle.server.on_change()
 
     def _is_decided(self, target: Target) -> bool:
         """Whether somebody has meanwhile loaded or blocked a name that the start could not serve."""
         name, registry = target.adapter.name, self._lifecycle.registry
-        is_retried = target.error is not None and not target.is_declared
+        is_retried = target.error is not None and not target.is_declared  # the file decides over declared names
         return is_retried and (name in registry.blocked or registry.get(name) is not None)
 
     async def _restored(self, target: Target) -> bool:

@@ -54,6 +54,7 @@ class Copies:
     def __init__(self, server: ApiServer, leader: Leader | None = None) -> None:
         self._server, self._leader = server, leader
         self._registry, self._resolver, self._store = server.registry, server.resolver, server.resolver.store
+        # What all principals share: the smaller of the budgets of store and host memory; None where neither is set.
         budgets_bytes = (self._store.max_bytes, self._resolver.settings.host_max_bytes)
         max_bytes = min((it for it in budgets_bytes if it is not None), default=None)
         self._shares = Shares(server.vllm.host_places, max_bytes)
@@ -253,6 +254,7 @@ class Copies:
             LoRAPluginsError: no copy can be had, and the engine would have to read one.
         """
         if adapter.name in self._tried and await self._is_in_memory(adapter):
+            # Look into the store only: another process may have fetched the copy meanwhile.
             return adapter.version is not None and await self.has(adapter.name, adapter.version)
         try:
             await self._mend(adapter)
