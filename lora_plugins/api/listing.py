@@ -1,9 +1,9 @@
 """The answers of `GET /v1/loras` and `GET /v1/loras/NAME`: every name with state, version, tiers and requests.
 
 Runs in the leading API server for each call of these routes. In: the registry, the engines' states of adapters
-(`planner_client.py`), the store. Out: models of `models.py`. A name is *served*, or *blocked* by an operator, or
-*draining*: unloaded, while requests still run. A server of 100,000 names must go on answering other requests: the list
-comes in pages, and long loops run in threads, or in steps that let other tasks of the event loop run.
+(`lifecycle/planner_client.py`), the store. Out: models of `models.py`. A name is *served*, or *blocked* by an operator,
+or *draining*: unloaded, while requests still run. A server of 100,000 names must go on answering other requests: the
+list comes in pages, and long loops run in threads, or in steps that let other tasks of the event loop run.
 """
 
 from __future__ import annotations
