@@ -1,7 +1,8 @@
 """One generation of an adapter as the planner knows it: where its weights are, which requests wait and run.
 
 Lives in the engine core process, in the planner's state, from the first request or call until nobody needs the
-generation and the workers have evicted it. The fields are set by `state.py`; the properties say what follows from them.
+generation and the workers have evicted the generation. `state.py` sets the fields, and has the words. The properties
+follow from the fields.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from lora_plugins.scheduler.ranking import Ranking
 from lora_plugins.scheduler.request_queue import LAST, Order
 from lora_plugins.scheduler.stats import FoundIn
 
-LONGEST_DRAIN_S = 60.0  # clients choose their requests' names: a name for all requests must not keep a slot for ever
+# After this time a leaving adapter takes no parts. Clients choose the names of their requests: a client that gives all
+# requests one name must not keep a slot for ever.
+LONGEST_DRAIN_S = 60.0
 
 
 class HostState(StrEnum):
@@ -37,11 +40,15 @@ class Held:
 
     Attributes:
         request: the scheduler's own object; the planner reads none of its attributes.
+        arrived_at: since when the request waits; after a pause, since the pause's end.
+        found: where the weights were when the request arrived.
         order: the request's place in vLLM's queue.
-        client: the client's request that a beam or a choice is a part of; empty where vLLM divides nothing.
+        client: the name of the client's request that this request, a beam or a choice, is a part of; empty where
+            vLLM divides nothing.
         is_bound: the request named this generation, so no earlier generation may answer.
         has_run: the request has run with this generation before: vLLM preempted the request, or a pause stopped it.
-        runs_on: runs even while the adapter leaves: has run before, or is a part of a client's request that runs.
+        runs_on: runs even while the adapter leaves: has run before, is a part of a client's request that runs, or has a
+            better priority than the request that the adapter leaves for.
     """
 
     request: Any
@@ -69,7 +76,7 @@ class LoadCall:
 
     Attributes:
         order: the call's place among waiting requests.
-        wants_slot: take a slot if one is idle. needs_slot: the call ends only once the adapter is in a slot.
+        wants_slot: take a slot if a slot is idle. needs_slot: the call ends only once the adapter is in a slot.
     """
 
     future: Future[None]
@@ -89,16 +96,19 @@ class Adapter:
     Attributes:
         spec: name, engine id and path. key: the number by which workers and batches know this generation.
         is_instant: whether an activation costs no copy.
-        job: the number of the workers' present background job.
-        slot: the number of its slot, from the activation's begin. is_active: whether the weights are in the slot.
+        job: the number of the workers' present background job; None without.
+        slot: the number of its slot, from the activation's begin; None without. is_active: whether the weights are in
+            the slot, too.
         held: requests that wait in vLLM's queue, by id.
         stopped: requests that a pause has stopped, by id: they wait for its end, and for neither slot nor room.
         running: the running requests, by id.
-        expected: clients' requests without a running part, whose next part is expected until a time.
+        expected: by a client's request without a running part, the time until which its next part is expected.
+        calls: callers that wait without a request.
         waits_since: since when vLLM passes over the first request for want of the adapter, or calls wait; None where
             the adapter runs requests.
-        leaving_since: since when other clients' requests do not run, so that slot or room passes on.
-        leaves_for: the priority of who waits for its place: requests of a better priority still run.
+        leaving_since: since when other clients' requests do not run, so that slot or room passes on; None: all requests
+            run.
+        leaves_for: the priority of the request that waits for its place: requests of a better priority still run.
         takes_parts: whether parts of clients' running requests run while the adapter leaves.
         running_on: the group of held requests that run even while the adapter leaves.
         is_pinned: keeps host memory and slot without any request.
@@ -134,7 +144,7 @@ class Adapter:
     retirements: list[Future[None]] = field(default_factory=list)
     load_s: float = 0.0
     rank: int = 0
-    _orders: Ranking[str] = field(default_factory=Ranking)
+    _orders: Ranking[str] = field(default_factory=Ranking)  # the places of held requests
 
     @property
     def is_loaded(self) -> bool:
@@ -159,6 +169,7 @@ class Adapter:
     @property
     def clients(self) -> set[str]:
         """The clients' requests with a running or an expected part."""
+        # The empty name stands for requests that vLLM does not divide.
         return (self.expected.keys() | {run.client for run in self.running.values()}) - {""}
 
     @property
@@ -192,7 +203,7 @@ class Adapter:
 
     @property
     def best_priority(self) -> int:
-        """The best priority of a running request; smaller is better, as in vLLM."""
+        """The best priority of a running request, 0 where none runs; smaller is better, as in vLLM."""
         return min((run.priority for run in self.running.values()), default=0)
 
     @property

@@ -2,7 +2,7 @@
 
 Runs in the engine core process, for the planner, and holds numbers only: the weights are in the workers. The planner
 notes loads, uses and evictions; the answers are whether adapters fit, and which to evict so that they fit. A `key`
-names a generation of an adapter.
+names a generation of an adapter (`state.py` has the words).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lora_plugins.scheduler.adapter import Adapter
 from lora_plugins.scheduler.eviction_policies import EvictionPolicy
 from lora_plugins.scheduler.messages import AdapterSpec
 
-_REMEMBERED = 10_000
+_REMEMBERED = 10_000  # engine ids whose last size is known
 
 
 class HostCache:
@@ -25,9 +25,9 @@ class HostCache:
 
     Attributes:
         max_bytes: None for no limit. max_adapters: vLLM's `--max-cpu-loras`.
-        sizes_bytes: of present adapters. known_bytes: spec and size of the current generation at
-            its last load, by engine id.
-        idle: keys of adapters that may be evicted at any time. idle_bytes: the sum of their bytes.
+        sizes_bytes: of loaded and loading adapters, by key. used_bytes: the sum of `sizes_bytes`.
+        known_bytes: spec and size of the current generation at its last load, by engine id.
+        idle: keys of adapters that may be evicted at any time, a set in order. idle_bytes: the sum of their bytes.
     """
 
     def __init__(self, max_bytes: int | None, max_adapters: int, policy: EvictionPolicy[int]) -> None:
@@ -48,7 +48,7 @@ class HostCache:
     def over(self, sizes_bytes: Collection[int], without: Collection[int] = ()) -> tuple[int, int]:
         """How many places and bytes adapters of these sizes lack; below 0 where some are left.
 
-        `without`: keys counted as evicted.
+        `without`: keys counted as evicted. Without a limit of bytes, the bytes are 0.
         """
         places = len(self.sizes_bytes) + len(sizes_bytes) - len(without) - self.max_adapters
         if self.max_bytes is None:
@@ -57,7 +57,7 @@ class HostCache:
         return places, self.used_bytes + sum(sizes_bytes) - gone_bytes - self.max_bytes
 
     def has_room(self, sizes_bytes: Collection[int], without: Collection[int] = ()) -> bool:
-        """Whether adapters of these sizes fit beside all present adapters but `without`."""
+        """Whether adapters of these sizes fit beside all loaded and loading adapters but `without`."""
         return max(self.over(sizes_bytes, without)) <= 0
 
     def has_room_beside(self, sizes_bytes: Collection[int], staying: Collection[int]) -> bool:
@@ -81,7 +81,10 @@ class HostCache:
         self.used_bytes += size_bytes
 
     def loaded(self, key: int, spec: AdapterSpec, size_bytes: int, cost_s: float, *, is_current: bool = True) -> None:
-        """Count an adapter's real size, as workers report the size; later requests find what `is_current`."""
+        """Count an adapter's real size, as workers report the size.
+
+        `is_current`: later requests of the engine id get this generation, so its size is the one to expect.
+        """
         if is_current:
             self.known_bytes[spec.engine_id] = spec, size_bytes
         self.set_idle(key, is_idle=False)
@@ -108,9 +111,10 @@ class HostCache:
         Idle keys and the keys in `also` may go; the keys in `gone`, each once, count as evicted.
         """
         places_over, bytes_over = self.over(sizes_bytes, gone)
+        # `more` may go beside the idle keys; `fewer` are idle keys that have gone already.
         more, fewer = [key for key in also if key not in self.idle], [key for key in gone if key in self.idle]
         size_of = self.sizes_bytes.__getitem__
-        # First by sums: they show a lack of room without a walk through the policy's order.
+        # The sums show a lack of room without a walk through the policy's order.
         free_bytes = self.idle_bytes + sum(map(size_of, more)) - sum(map(size_of, fewer))
         if places_over > len(self.idle) + len(more) - len(fewer) or bytes_over > free_bytes:
             return None
@@ -135,6 +139,7 @@ class HostCache:
                 remedy="raise LORA_PLUGINS_HOST_MAX_BYTES",
                 adapter=adapter.spec.name,
             )
+        # The generation before does not stay: this adapter replaces it, and inherits its pin.
         others = [other for other in staying if other not in (adapter, adapter.replaces)]
         their_bytes = sum(self.expected_bytes(other.spec) for other in others)
         is_too_large = self.max_bytes is not None and their_bytes + size_bytes > self.max_bytes

@@ -6,21 +6,21 @@ commands for the workers (`messages.py`), the groups of requests that vLLM may r
 futures for callers. This file says what each event means, and in which order a step is planned; each decision has its
 file in this folder: `loading.py`, `slots.py`, `turns.py`, `calls.py`, `pins.py`; `state.py` carries decisions out.
 
-The unit is a generation of an adapter: an engine id finds the current generation, and a later generation is loaded
-beside the current. The rules:
+`state.py` has the words. The unit is a generation of an adapter: an engine id finds the current generation, and a later
+generation is loaded beside the current. The rules:
 
 - Requests wait in vLLM's queue, and vLLM runs them in its order. vLLM sees the requests of adapters in slots; the other
   requests keep their places, and vLLM passes over them.
-- An adapter with running requests keeps its slot until the last of them has ended, and takes further requests at once.
-  Adapters whose activation costs a copy use the copied slots, others the pointed slots, if there are any. A copy that
-  is short beside a step is made before the step (`StepTimes`).
+- An adapter with running requests keeps its slot until the last such request has ended, and takes further requests at
+  once. Adapters whose activation costs a copy use the copied slots, others the pointed slots, if there are any. A copy
+  that is short beside a step is made before the step (`StepTimes`).
 - Adapters are loaded, and get slots, in the order in which vLLM would run their first requests. Where vLLM passes over
-  adapters and no slot has passed on for max(patience, 2 * the mean run) / the running adapters, the adapter with the
-  fewest running requests leaves: only requests that have run before, and parts of its running requests, still join. No
-  adapter leaves for requests of a worse priority than its own, and requests of a better priority than the one it leaves
-  for still run; the last that takes any request stays, unless no other runs.
+  adapters, and for `turns.share_s` no slot has gone from one adapter to another, the adapter with the fewest running
+  requests leaves: of its requests only those that have run before, parts of clients' running requests, and requests of
+  a better priority than the request that waits for the slot still run. No adapter leaves for requests of a worse
+  priority than its running requests have. The last adapter that takes all requests stays, unless no other adapter runs.
 - A wanted adapter is loaded at once, unless enough adapters wait in host memory to take all slots before. An adapter
-  that finds no room for the time above gets room reserved: as few adapters as needed drain, and do not begin again.
+  that finds no room for `turns.share_s` gets room reserved: as few adapters as needed drain, and are then evicted.
 - An adapter that can never fit, by size or beside pins, is refused at once, and delays no other.
 
 No adapter starves: docs/explanation/manager.md has the longest wait, which tests/scheduler/test_no_starvation.py holds.
@@ -62,9 +62,9 @@ from lora_plugins.scheduler.state import PlannerState
 from lora_plugins.scheduler.stats import Stats
 from lora_plugins.scheduler.turns import forget_expected, pass_room_on, pass_slots_on, share_s
 
-PATIENCE_S = 1.0
+PATIENCE_S = 1.0  # see `Planner`
 EXPECTED_S = 0.2  # an API server takes at most so long to ask for the next token of beams
-_REMEMBERED = 10_000
+_REMEMBERED = 10_000  # the latest so many ended engine ids are known
 
 
 @dataclass(slots=True)
@@ -86,9 +86,9 @@ class Planner:
     Args:
         slots: places in the workers' device memory.
         cache: the budget of the host cache.
-        patience_s: for how many seconds all slots together may pass on to nobody while others wait, unless runs take
-            longer.
-        order: gives the places of calls, and of requests that come without a place.
+        patience_s: for how many seconds no slot may pass to a waiting adapter before an adapter leaves: fewer, the
+            more adapters run, and more where runs take longer (`turns.share_s`).
+        order: gives the places of calls, and of requests that come without a place; None: a new order.
 
     Attributes:
         state: read by others; changed by this class, and by functions of this folder that this class calls.
@@ -100,20 +100,22 @@ class Planner:
         self.stats = Stats()
         self.state = PlannerState(slots, cache, self.stats, order or QueueOrder())
         self._patience_s = patience_s
-        # Engine ids retired for good: the error for later requests of the id; None where they are served all the same.
+        # Engine ids retired for good: the error for later requests of the id; None where later requests are served all
+        # the same. An id that is missing has not ended.
         self._ended_ids: LRUCache[int, LoRAPluginsError | None] = LRUCache(_REMEMBERED)
         # By the id of an adapter that a call has loaded: the id whose requests `move` will give it, and the adapter.
         self._awaiting_move: dict[int, tuple[int, AdapterSpec]] = {}
         self._is_changed = False  # since the last plan
-        self._planned_in = (False, False)  # whether a pause held, and stopped all, at the last plan
+        self._planned_in = (False, False)  # `is_paused` and `is_stopped` of the last plan
         self._look_at = float("inf")  # when to plan again though nothing changes
 
     def has_work(self, *, is_paused: bool, is_stopped: bool = False) -> bool:
         """Return whether a step without any request would do more than answer refused requests."""
         calling = bool(self.state.calling)
-        # Since a pause began, drained or ended, calls may find room.
+        # A pause that has begun, drained or ended since the last plan changes which calls find room.
         has_news = calling and (is_paused, is_stopped) != self._planned_in
-        waits = self._look_at < float("inf")  # for a client whose next part is expected
+        waits = self._look_at < float("inf")  # as for a client whose next part is expected
+        # Without a request, the plan at `_look_at` can help calls, and evictions of retired adapters, only.
         return self.is_busy or has_news or (waits and (calling or any(it.is_retired for it in self.state.in_flight)))
 
     @property
@@ -141,10 +143,11 @@ class Planner:
         order: Order,
         client: str = "",
     ) -> None:
-        """Note that a request came into vLLM's queue, perhaps as part of a client's; the request runs, or is refused.
+        """Note that a request came into vLLM's queue; the request runs, or is refused. Other parameters: see `Held`.
 
-        The request gets the current generation of its engine id, whatever path the spec has, as in vLLM, unless the
-        spec `is_other`. If that generation cannot be loaded, the one before answers, unless the request `is_bound`.
+        The request gets the current generation of its engine id, whatever path the spec has, as in vLLM. A spec that
+        `is_other` has other weights, and begins a new generation. If the request's generation cannot be loaded, the
+        generation before answers, unless the request `is_bound`.
         """
         self.move(spec.engine_id, now)  # API servers name the id only once they have decided for the move
         adapter = self._generation(spec, begins=is_other)
@@ -153,11 +156,12 @@ class Planner:
             self.state.refuse(request, error)
         else:
             before = adapter.order if adapter.held and not adapter.is_in_flight else None
-            held = Held(request, now, adapter.found, order, client, is_bound or has_run, has_run)
+            held = Held(request, now, adapter.found, order, client, is_bound=is_bound or has_run, has_run=has_run)
             self.state.hold(adapter, request_id, held)
             if before is not None and adapter.order == before:
-                return  # one more waiting request changes nothing
+                return  # one more waiting request, behind the first, changes no plan
         self.state.touched[adapter] = None
+        # An adapter in flight has its slot: vLLM runs the request without another plan.
         self._is_changed = self._is_changed or not adapter.is_in_flight
 
     def began(self, request_ids: Iterable[str], now: float) -> None:
@@ -173,7 +177,10 @@ class Planner:
         self._is_changed = True
 
     def passed_over(self, before: Order | None, now: float) -> None:
-        """Note that vLLM ran requests behind others, whose adapters were not ready: those before a place, or all."""
+        """Note that vLLM passed over waiting requests, whose adapters were not ready, and ran later requests.
+
+        `before`: the place up to which vLLM passed over requests; None: vLLM passed over all requests not ready.
+        """
         self.state.settle(now)
         for adapter in list(takewhile(lambda it: before is None or it.order <= before, self.state.newly_held)):
             if adapter not in self.state.open_groups:
@@ -182,7 +189,7 @@ class Planner:
                 self._look_at = min(self._look_at, now + share_s(self.state, self._patience_s))
 
     def ended(self, request_ids: Iterable[str], now: float, *, expects_more: bool = False) -> None:
-        """Note that requests have left vLLM's scheduler, in whatever way; others are left alone.
+        """Note that requests have left vLLM's scheduler, in whatever way; requests without an adapter are left alone.
 
         `expects_more`: the requests are parts of clients' requests with more to come; adapters wait for the next parts.
         """
@@ -196,7 +203,7 @@ class Planner:
                 self.state.unstop(adapter, request_id)
             elif (client := self.state.ended(adapter, request_id, now)) and expects_more:
                 adapter.expected[client] = now + EXPECTED_S
-            # Otherwise the adapter runs on, and the end changes nothing for others.
+            # While other requests of the adapter run, and no part is expected, the end changes no plan.
             if not adapter.running or adapter.expected:
                 self.state.touched[adapter] = None
                 self._is_changed = True
@@ -207,7 +214,10 @@ class Planner:
         self._is_changed = True
 
     def go_on(self, name: str, now: float, clients: Collection[str] | None = None) -> None:
-        """Note that the pause of a name has ended, perhaps for these clients only: stopped requests wait to run."""
+        """Note that the pause of a name has ended: stopped requests wait to run again.
+
+        `clients`: the clients' requests whose parts go on; None: all requests go on.
+        """
         for adapter in [it for it in self.state.of_name(name) if it.stopped]:
             self.state.go_on(adapter, now, clients)
             self._changed(adapter, now)
@@ -228,15 +238,16 @@ class Planner:
         """Load an adapter into host memory without a request, and perhaps into a slot (`LoadCall`).
 
         A path unlike the current generation's, or `is_other`, begins another generation, pinned if the current is.
-        With `moves`, running requests go on with the new generation's weights from one step on. `succeeds`: the engine
-        id whose requests `move` has go on with the adapter; before, nothing of that id changes. The future raises a
-        LoRAPluginsError where the adapter cannot be loaded.
+        With `moves`, running requests go on with the new generation's weights from one step on. `succeeds`: another
+        engine id, whose requests go on with the adapter once `move` is called; until then nothing of that id changes.
+        The future raises a LoRAPluginsError where the adapter cannot be loaded.
         """
         if succeeds is not None:
             self._awaiting_move[spec.engine_id] = succeeds, spec
         known = self.state.known(spec.engine_id)
         adapter = self._generation(spec, begins=is_other or (known is not None and known.spec.path != spec.path))
         is_pinned = known is not None and known.is_pinned
+        # A second call for the same generation does not undo the move that the first call asked for.
         adapter.moves = adapter.replaces is not None and (moves or (adapter is known and adapter.moves))
         error = self._ended_ids.get(spec.engine_id) or self.state.cache.why_never_fits(adapter, self.state.staying)
         future = Future[None]() if error is None else failed(error)
@@ -244,16 +255,17 @@ class Planner:
             adapter.is_pinned = is_pinned
             order = self.state.queue_order.of_call(now)
             adapter.calls.append(LoadCall(future, order, wants_slot, needs_slot))
-            if is_pinned and adapter is not known:  # nobody waits for this slot
+            if is_pinned and adapter is not known:  # a pin needs its slot; nobody reads this future
                 adapter.calls.append(LoadCall(Future(), order, needs_slot=True))
         self._changed(adapter, now)
         return future
 
     def move(self, engine_id: int, now: float) -> None:
-        """Have requests of the id that a loaded adapter `succeeds` go on with its weights, from one step on.
+        """Have requests of one engine id go on with the adapter `engine_id`, which `load` got as successor of that id.
 
-        Later requests of that id get the adapter too, and a pin goes over to it. A request for the adapter may come
-        before the call, and does the same.
+        From one step on running requests go on, and later requests of the old id get the successor too, as does a pin.
+        A request for the successor may come before this call, and does the same (`arrived`). Without such a `load`
+        nothing happens.
         """
         state, (succeeded, spec) = self.state, self._awaiting_move.pop(engine_id, (None, None))
         if succeeded is None or spec is None:
@@ -264,14 +276,17 @@ class Planner:
             return
         adapter, is_pinned = self._generation(spec, begins=False), old.is_pinned
         adapter.replaces, adapter.moves, adapter.is_pinned = old, True, adapter.is_pinned or is_pinned
-        if is_pinned or not adapter.is_loaded:  # evicted since the load
+        if is_pinned or not adapter.is_loaded:  # a pin needs its slot; an adapter evicted since `load` is loaded again
             adapter.calls.append(LoadCall(Future(), state.queue_order.of_call(now), needs_slot=is_pinned))
         self._retire(old, now)
         self._changed(adapter, now)
         self._undo_pin_of_last_slot(adapter, now)
 
     def given(self, changes: Iterable[Change], now: float) -> Future[None]:
-        """Take up adapters that workers were given, or had to remove, past the plan: each is a new generation."""
+        """Take up adapters that workers were given, or had to remove, past the plan: each is a new generation.
+
+        The future ends with all loads, or with the first error.
+        """
         futures = []
         for change in changes:
             if change.spec is None:
@@ -300,7 +315,7 @@ class Planner:
 
     def _answer(self, now: float) -> None:
         answered = take_answered(self.state)
-        # An adapter that goes with the answer to its call leaves its slot, for which another call may wait.
+        # The answered call may have been the last use of its adapter, whose slot another call may wait for.
         self._is_changed = self._is_changed or bool(answered and self.state.calling)
         resolve(answered)
         self.state.settle(now)
@@ -316,14 +331,14 @@ class Planner:
             future.set_exception(error)
 
     def pin(self, spec: AdapterSpec, now: float) -> Future[None]:
-        """Keep an adapter in host memory and in a slot of its own; done when it is there.
+        """Keep an adapter in host memory and in a slot of its own; the future is done when the adapter is in the slot.
 
         The future raises NoFreeSlot where too little would be left for others, AdapterNotFound for a retired adapter,
         or an error of `load`.
         """
         if spec.engine_id in self._ended_ids:
             going = AdapterNotFound("a version that is being removed", adapter=spec.name)
-            return failed(self._ended_ids[spec.engine_id] or going)
+            return failed(self._ended_ids[spec.engine_id] or going)  # None: retired without a refusal
         if (error := why_not_pinned(self.state, spec)) is not None:
             return failed(error)
         future = self.load(spec, now, needs_slot=True)
@@ -336,7 +351,7 @@ class Planner:
         return future
 
     def unpin(self, engine_id: int, now: float) -> bool:
-        """Allow a pinned adapter to be evicted; returns whether it was pinned."""
+        """Allow a pinned adapter to be evicted; returns whether the adapter was pinned."""
         pinned = [adapter for adapter in self.state.pinned if adapter.spec.engine_id == engine_id]
         for adapter in pinned:
             adapter.is_pinned = False
@@ -346,22 +361,22 @@ class Planner:
     def retire(
         self, engine_id: int, now: float, refusal: LoRAPluginsError | None = None, *, is_last: bool = False
     ) -> Future[None]:
-        """Evict an adapter as soon as it is not used; done when the workers have evicted the adapter.
+        """Evict an adapter as soon as nothing uses it; the future is done when the workers have evicted the adapter.
 
-        Held requests are served first. With a `refusal`, those that have never run are refused. `is_last`: the id is
-        not given again, so later requests for the id are refused, or served, in the same way.
+        Held requests are served first; with a `refusal`, held requests that have never run are refused. `is_last`: no
+        later adapter gets the id, so later requests for the id are refused too, or served where `refusal` is None.
         """
         state = self.state
         self._awaiting_move.pop(engine_id, None)
         # An id may come back with other weights: its next generation gets a key that batches have never seen.
         if is_last:
-            self._ended_ids[engine_id] = refusal or self._ended_ids.get(engine_id)  # a refusal stays
+            self._ended_ids[engine_id] = refusal or self._ended_ids.get(engine_id)  # an earlier refusal stays
         else:
             state.generations.begin(engine_id)
         adapters = [adapter for adapter in state.adapters.values() if adapter.spec.engine_id == engine_id]
         state.cache.known_bytes.pop(engine_id, None)
         futures = [Future[None]() for _ in adapters]
-        # First for all: the first that goes may take another along.
+        # All futures before the first `_retire`, which may evict further adapters of this list.
         for adapter, future in zip(adapters, futures, strict=True):
             adapter.retirements.append(future)
             adapter.replaces = None
@@ -378,7 +393,7 @@ class Planner:
         return all_of(futures)
 
     def _retire(self, adapter: Adapter, now: float) -> None:
-        """Have an engine id find the adapter no more; its requests end with the adapter's weights."""
+        """Have the engine id find the adapter no more; requests that have the adapter end with its weights."""
         adapter.is_retired, adapter.is_pinned = True, False
         if self.state.current.get(adapter.spec.engine_id) is adapter:
             del self.state.current[adapter.spec.engine_id]
@@ -389,7 +404,8 @@ class Planner:
     def plan(self, now: float, *, is_paused: bool = False, is_stopped: bool = False) -> StepPlan:
         """Return the plan of the step that begins now; while paused, no slot is written.
 
-        `is_stopped`: no request goes on during this pause, so callers wait for none, and held adapters make room.
+        `is_stopped`: no request goes on during this pause, so calls wait for no request's end, and adapters with
+        held requests make room for calls.
         """
         state, plan = self.state, StepPlan()
         state.times.step_begins(now, is_running=bool(state.in_flight) and not is_paused)
@@ -401,7 +417,7 @@ class Planner:
                 plan.moved = self._move_all(now)  # before a new generation gets a slot of its own
             activate_called(state, is_paused=is_paused)
             self._answer(now)
-            # Before `give_slots`, which would let the adapters to be evicted run again.
+            # Before `give_slots`, which would give slots to adapters that `load_wanted` is about to evict.
             adapters_without_room = load_wanted(state, now, is_paused=is_paused, is_stopped=is_stopped)
             state.settle(now)
             if not is_paused:
@@ -431,6 +447,7 @@ class Planner:
                     adapter.load_s, adapter.rank, adapter.is_instant = report.load_s, report.rank, report.is_instant
                     state.loaded(adapter, report.size_bytes, report.load_s)
                     self._undo_pin_of_last_slot(adapter, now)
+                    # The room left to others is smaller than the files said, or this adapter was too large and evicted.
                     if adapter.is_unevictable or not adapter.is_loaded:
                         self._refuse_what_never_fits(now)
                     if adapter.is_loaded and adapter.replaces is not None and not adapter.moves:
@@ -471,8 +488,8 @@ class Planner:
     def _generation(self, spec: AdapterSpec, *, begins: bool) -> Adapter:
         """Return the current generation; a new generation where there is none, or where another `begins`.
 
-        Requests wait for the new generation from now on; the one before serves its own, and goes once the new is
-        loaded.
+        Later requests wait for the new generation. The generation before serves its own requests, and is retired once
+        the new generation is loaded.
         """
         state, engine_id = self.state, spec.engine_id
         replaces = state.current.get(engine_id) or state.known(engine_id)
@@ -482,7 +499,8 @@ class Planner:
         # Of a retired id nobody knows the last weights: a request from before may have the path of earlier weights.
         has_had_others = is_retired and state.generations.key_of(engine_id) != engine_id
         is_other = has_had_others if evicted is None else evicted[0].path != spec.path
-        if begins or is_other or state.generations.key_of(engine_id) in state.adapters:  # with another id's weights
+        # A key in `adapters`: the id's requests have moved, and run under the key with another id's weights.
+        if begins or is_other or state.generations.key_of(engine_id) in state.adapters:
             state.generations.begin(engine_id)
         key = state.generations.key_of(engine_id)
         weights_key = state.generations.weights_key_of(engine_id)
@@ -493,7 +511,7 @@ class Planner:
         return adapter
 
     def _replace(self, adapter: Adapter, now: float, until: Adapter | None = None) -> None:
-        """Retire the generations before a loaded adapter; the last first, and none from `until` on."""
+        """Retire the generations before a loaded adapter, the latest first: all, or all after `until`."""
         self.state.touched[adapter] = None
         before, adapter.replaces = adapter.replaces, None
         while before is not until and before is not None:
@@ -502,21 +520,21 @@ class Planner:
             self._retire(replaced, now)
 
     def _move_all(self, now: float) -> list[Adapter]:
-        """Give the weights of loaded generations to requests that run with a generation before; return those before."""
+        """Give loaded generations' weights to requests of an earlier generation; return the earlier generations."""
         moved = []
         for adapter in list(self.state.moving):
-            # The last generation before with requests to move; generations between have none.
-            runs = adapter.replaces
-            while runs is not None and not (runs.goes_on or runs.stopped):
-                runs = runs.replaces
+            # The latest earlier generation with requests to move; generations in between have no such requests.
+            earlier = adapter.replaces
+            while earlier is not None and not (earlier.goes_on or earlier.stopped):
+                earlier = earlier.replaces
             # Weights move between slots of one pool only: a pointed slot cannot take over weights of a copied slot.
-            is_movable = runs is not None and runs.is_active and runs.is_instant == adapter.is_instant
-            if runs is not None and runs.is_in_flight and not is_movable:
-                runs = None  # running requests finish with their own weights
-            self._replace(adapter, now, until=runs)
-            if runs is not None:
-                self.state.move(adapter, runs)
-                moved.append(runs)
+            is_movable = earlier is not None and earlier.is_active and earlier.is_instant == adapter.is_instant
+            if earlier is not None and earlier.is_in_flight and not is_movable:
+                earlier = None  # running requests finish with their own weights
+            self._replace(adapter, now, until=earlier)
+            if earlier is not None:
+                self.state.move(adapter, earlier)
+                moved.append(earlier)
         self.state.settle(now)
         return moved
 
@@ -526,18 +544,20 @@ class Planner:
         self.state.settle(now)
 
     def _undo_pin_of_last_slot(self, adapter: Adapter, now: float) -> None:
+        """Undo a pin that leaves no slot for other adapters, and answer the calls that wait for the pin's slot."""
         if (error := why_takes_last_slot(self.state, adapter)) is not None:
             adapter.is_pinned = False
             for call in [call for call in adapter.calls if call.needs_slot]:
                 self.withdraw(call.future, error, now)
 
     def _refuse_what_never_fits(self, now: float) -> None:
+        """Refuse the requests and calls of absent adapters that find no room for as long as others stay."""
         self.state.settle(now)
-        is_new = True
-        while is_new:  # a request refused one generation may then wait for the generation before
-            is_new = False
+        has_refused = True
+        while has_refused:  # requests of a refused generation may then wait for the generation before
+            has_refused = False
             for adapter in list(self.state.absent):
                 if (error := self.state.cache.why_never_fits(adapter, self.state.staying)) is not None:
                     self.state.fail(adapter, error)
                     self._changed(adapter, now)
-                    is_new = True
+                    has_refused = True
