@@ -16,9 +16,9 @@ from lora_plugins.routing.load import LoadEstimator, ReplicaLoad
 from lora_plugins.routing.rendezvous import Rendezvous
 from lora_plugins.routing.residency import Report, Residency, Tier
 
-# Replicas that are considered beside the best replicas of an adapter.
+# How many replicas `_further` looks at, beside as many as the adapter needs.
 FURTHER = 3
-# Replicas that are compared for the base model, which every replica has.
+# How many random replicas are compared for the base model, which every replica has.
 COMPARED = 3
 
 
@@ -28,7 +28,7 @@ class Limits:
 
     Attributes:
         per_replica: requests of an adapter, averaged over time, that a replica should have.
-        least_bound: so many requests in flight are never too many for a replica.
+        least_bound: a replica may always have so many requests in flight.
         overload: beyond `least_bound`, a replica may have so many times the mean of all replicas.
         cool_down_s: how long an adapter must have needed fewer replicas before the adapter loses a replica.
     """
@@ -42,7 +42,8 @@ class Limits:
 class AffinityPolicy:
     """Rendezvous hashing, with as many replicas for an adapter as its load needs, residency and bounded load.
 
-    The empty name stands for the base model. Times are the caller's.
+    The empty name stands for the base model. Times are seconds of the caller's clock. `seed` is of the random choice
+    among replicas for the base model.
 
     In this order: a replica with the adapter in a slot or in its host cache; while the adapter is on fewer replicas
     than its load needs, the next of its best replicas, a request at a time; a replica that loads the adapter; a replica
@@ -85,10 +86,10 @@ class AffinityPolicy:
         return max(self._limits.least_bound, ceil(self._limits.overload * (self._load.total + 1) / count))
 
     def ranked(self, adapter: str, now_s: float, excluded: Collection[str] = ()) -> Sequence[str]:
-        """Return the replicas to try, best first; a single replica where no reason speaks for others."""
+        """Return a few replicas to try, best first, none of them `excluded`."""
         if not adapter:
             return self._least_loaded(excluded)
-        # A load of more replicas than there are cannot spread further.
+        # No adapter can be on more replicas than there are.
         wanted = min(self._estimator.replicas(adapter, now_s), len(self._replicas))
         where = self._residency.of(adapter)
         if excluded:
@@ -98,7 +99,7 @@ class AffinityPolicy:
         allowed = [replica for replica in ready if load(replica) < bound]
         if allowed and len(ready) >= wanted:
             return allowed
-        # A load in progress is waited for: a second replica would read the same adapter again.
+        # Requests wait for a load in progress: another replica would read the same adapter again.
         loading = [replica for replica, tier in where.items() if tier is Tier.LOADING]
         allowed += [replica for replica in loading if load(replica) < bound]
         if loading and allowed:
@@ -136,7 +137,10 @@ class AffinityPolicy:
     def _further(
         self, adapter: str, there: Container[str], wanted: int, excluded: Collection[str], bound: int
     ) -> str | None:
-        """Return the cheapest of the best replicas to load the adapter; None if all are at their bound."""
+        """Return the cheapest of the adapter's best replicas to load it; None if all are at their bound.
+
+        `there`: replicas that have the adapter, or load it, and so are no choice.
+        """
         stored = self._residency.stored(adapter)
         with_room = with_files = first = None
         left = wanted + FURTHER
@@ -145,13 +149,14 @@ class AffinityPolicy:
             if replica not in there and replica not in excluded and self._load.of(replica) < bound:
                 has_files = replica in stored
                 if self._residency.has_room(replica):
-                    if has_files or not stored:
+                    if has_files or not stored:  # where no replica has the files, room is the best choice
                         return replica
                     with_room = with_room or replica
                 elif has_files:
                     with_files = with_files or replica
                 first = first or replica
             left -= 1
+            # Past the limit the walk goes on only until one replica is below its bound.
             if left <= 0 and first is not None:
                 break
         return with_room or with_files or first

@@ -1,7 +1,8 @@
 """Several workers of one engine (tensor or pipeline parallelism) agree on the result of a job (`worker/jobs.py`).
 
-Each worker's threads call `publish` at the end of a job, and its engine loop then calls `done_here`. The loop of the
-reporting worker gets by `reports` what all workers have ended; a single worker's own results come back at once.
+Each worker's threads call `publish` at the end of a job, and its engine loop then calls `done_here`. In the
+reporting worker, whose output reaches the scheduler, the loop gets by `reports` the results that all workers have. A
+single worker gets its own results at once.
 
 Only one worker's output reaches the scheduler, so the reporting worker has to know of the others. Each worker publishes
 its own results under the job's number, in the key-value store by which torch.distributed met. So neither order, step
@@ -57,11 +58,13 @@ class Agreement:
             self.store.set(f"{self.prefix}/lost/{number}", pickle.dumps(report))
 
     def lost_elsewhere(self) -> list[Report]:
-        """Return what other workers have published by `publish_lost` since the last call: one round trip, mostly.
+        """Return what other workers have published by `publish_lost` since the last call, mostly in one round trip.
 
-        Complete once a batch's result is here, though nobody waits: a batch's collectives need every worker, and each
-        has published before its part. With asynchronous scheduling, so, not when the batch is launched.
+        Complete for a batch once the batch's result is here, although no worker waits for this answer: a batch's
+        collectives need every worker, and each worker publishes before its part of the batch. With asynchronous
+        scheduling the launch of the batch is too early for the call.
         """
+        # Adding 0 reads the counter.
         first, self._lost_count = self._lost_count + 1, self.store.add(f"{self.prefix}/lost", 0)
         keys = [f"{self.prefix}/lost/{number}" for number in range(first, self._lost_count + 1)]
         reports = [pickle.loads(self.store.get(key)) for key in keys]  # noqa: S301 - see publish
@@ -78,9 +81,8 @@ class Agreement:
             return
         if is_wanted:
             self._waiting.append(report)
-        # An evicted adapter's job still has published results; `reports` deletes the results once all workers have
-        # published.
         else:
+            # All workers publish the result of an evicted adapter too; `reports` deletes the results after the last.
             self._ending.add(report.job)
 
     def reports(self) -> list[Report]:
@@ -142,8 +144,8 @@ def agreement_of(vllm_config: Any) -> Agreement:
             expected="workers that can agree on what was loaded",
             remedy="leave --enable-elastic-ep out, or lora_lru_manager",
         )
-    # vLLM reads outputs of the first rank of the last pipeline stage only (`_get_output_rank` of its executors, 0.30 to
-    # 0.33).
+    # The rank that vLLM asks for outputs: the first of the last pipeline stage (`_get_output_rank` of its executors,
+    # 0.30 to 0.33).
     asked = parallel.world_size - parallel.tensor_parallel_size * getattr(parallel, "prefill_context_parallel_size", 1)
     return Agreement(
         rank=parallel.rank,

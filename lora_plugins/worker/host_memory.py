@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-# Bytes: `packing.ALIGNMENT`, which panels need.
+# Bytes, as `packing.ALIGNMENT`: packed weights (panels) in a block begin at such addresses.
 ALIGNMENT = 64
-_SPARE_RATIO = 1.2
+_SPARE_RATIO = 1.2  # a spare block may be larger than needed by this factor
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _MAP_NORESERVE = 0x4000  # Linux's value; Python's mmap has the name since 3.13
 
@@ -54,7 +54,7 @@ class Block:
         self._used = 0
 
     def acquire(self, size_bytes: int) -> torch.Tensor:
-        """Return the next bytes, one-dimensional and aligned."""
+        """Return the next `size_bytes` bytes, one-dimensional and aligned."""
         piece = self._memory[self._used : self._used + size_bytes]
         self._used += room(size_bytes)
         return piece
@@ -113,7 +113,7 @@ class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
             shape = kwargs["size"] if "size" in kwargs else args[0] if isinstance(args[0], Sequence) else args
             dtype = kwargs.get("dtype") or torch.get_default_dtype()
             n_bytes = math.prod(shape) * dtype.itemsize
-            if n_bytes:
+            if n_bytes:  # mmap refuses 0 bytes
                 memory = mmap.mmap(-1, n_bytes, flags=_PRIVATE | _MAP_NORESERVE)
                 return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).view(dtype).view(tuple(shape))
         return func(*args, **kwargs)

@@ -45,7 +45,7 @@ from lora_plugins.worker.missing_files import MissingFilesFetcher
 from lora_plugins.worker.slot_stream import SlotStream
 
 _POLL_INTERVAL_S = 0.0005  # several workers' results come by a key-value store, which wakes nobody
-_FINISH_INTERVAL_S = 0.05
+_FINISH_INTERVAL_S = 0.05  # at most; the end of a job in this worker wakes `finish` at once
 
 
 class SlotOwners(Protocol):
@@ -64,7 +64,8 @@ class WorkerAdapter:
         is_evicted: the scheduler has evicted the adapter; jobs that still run change nothing.
         is_removed: a caller has removed the adapter, and the scheduler will evict it.
         writing: held while the adapter's slot is written, on CUDA while the copies are launched.
-        written_event: after the copies of the last write in the background.
+        written_event: the device reaches the event after the copies of the last write in the background; None before
+            such a write, and without CUDA.
     """
 
     key: int
@@ -205,11 +206,11 @@ class Jobs:
     def _take_given(self, job: int, entry: WorkerAdapter) -> None:
         adapter = entry.adapter = self.given.take(entry.spec.given)
         if adapter is None:
+            # No store has the adapters that callers gave: the error asks the caller for the adapter.
             error = AdapterNotFound("an adapter that workers were given, and have lost", remedy="add it again")
-            # Callers' adapters are in no store: the error of the failed load asks for the adapter again.
             self._fail(job, entry, error)
         else:
-            self._finish(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, 0.0, adapter.rank))
+            self._finish(entry, Loaded(job, adapter.size_bytes, adapter.is_instant, load_s=0.0, rank=adapter.rank))
         self._take_over()
 
     def _activate(self, command: Activate) -> None:
@@ -217,7 +218,7 @@ class Jobs:
         if entry is not None:
             self._settle(entry)
         if entry is not None and command.key in self.lost:
-            if command.job is not None:
+            if command.job is not None:  # without a job, `_lose` has reported the adapter already
                 self._running.add(command.job)
                 self._fail(command.job, entry, _evicted())
             return
@@ -239,7 +240,7 @@ class Jobs:
         self._start(self._writer, self._write, command.job, entry, command.slot, self._stream.idle_event())
 
     def _settle(self, entry: WorkerAdapter) -> None:
-        """Settle an adapter before its slot is written, in all workers; one that cannot be settled is lost."""
+        """Settle an adapter before its slot is written, in all workers; an adapter that cannot be settled is lost."""
         try:
             if entry.adapter is not None:
                 entry.adapter.settle()
@@ -263,6 +264,7 @@ class Jobs:
         self._leave(entry)
         self._drop(adapter)
         self.lost.add(entry.key)
+        # Job 0 stands for no job: the key names the adapter.
         failed = Failed(0, explained(error, entry.spec.name), entry.key)
         self._reports.append(failed)
         self._agreement.publish_lost(failed)
@@ -280,7 +282,7 @@ class Jobs:
         self._drop(adapter)
 
     def _drop(self, adapter: LoadedAdapter | None) -> None:
-        """Let host memory go once the device has made all copies that are launched."""
+        """Let host memory go once the device has made all copies that are launched; at once without CUDA."""
         if (event := self._stream.idle_event()) is not None:
             self._dropped.append((event, adapter))
 
@@ -293,7 +295,7 @@ class Jobs:
         with entry.writing:
             self._drop(entry.adapter)
             entry.spec, entry.adapter = source.spec, source.adapter
-            if command.source in self.lost:
+            if command.source in self.lost:  # no worker computes with a lost adapter, under this key either
                 self.lost.discard(command.source)
                 self._lose(entry, _evicted())
             self._settle(entry)
@@ -308,6 +310,7 @@ class Jobs:
         # Cleared before the queue is read: a job that ends in between sets the event again, and is not missed.
         self._something_done.clear()
         self.loop_work.do_some()
+        # `query`: whether the device has reached the event, so that nothing reads the host memory any more.
         while self._dropped and self._dropped[0][0].query():
             self._dropped.popleft()
         while self._done:

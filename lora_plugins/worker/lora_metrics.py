@@ -21,13 +21,13 @@ _STACKS_OF_EXPERTS = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_sta
 def metrics_of(entries: Mapping[int, WorkerAdapter], manager: Any, device: Any) -> dict[str, dict[str, Any]]:
     """Return the metrics of the adapters that the scheduler had loaded; `manager` is our `PlannedModelManager`.
 
-    `adapters`: those in host memory and in slots, `--max-cpu-loras`, the slots, and the part of the slots in use.
-    `memory`: megabytes of each adapter by engine id, of the host cache and of all slots; the part of the host cache's
-    bytes that adapters in slots hold. `performance`: whether activating any adapter costs no copy, None without
+    `adapters`: those in host memory and in slots, `--max-cpu-loras`, the slots, and the share of the slots in use.
+    `memory`: megabytes of each adapter by engine id, of the host cache and of all slots; the share of the host cache's
+    bytes that belongs to adapters in slots. `performance`: whether activating any adapter costs no copy, None without
     adapters, and the class that computes with them.
     """
     loaded = [(entry, entry.adapter) for entry in entries.values() if entry.adapter is not None]
-    # A slot in the middle of a write has a negative key.
+    # None stands for a free slot; a slot in the middle of a write has a negative key.
     active = [key for key in manager.lora_index_to_id if key is not None and key > 0]
     host_bytes = sum(adapter.size_bytes for _, adapter in loaded)
     active_bytes = sum(adapter.size_bytes for entry, adapter in loaded if entry.key in active)
@@ -60,7 +60,7 @@ def metrics_of(entries: Mapping[int, WorkerAdapter], manager: Any, device: Any) 
 
 
 def slot_bytes(modules: Mapping[str, Any], slots: Slots) -> int:
-    """Return the bytes that the modules' slots take; the rows of pointed slots are never written, and take none."""
+    """Return the bytes of memory that the modules' slots take: pointed slots are never written, and take none."""
     return sum(
         # A stack of pointed slots is a view of a single zero: its storage is smaller than its shape.
         min(int(tensor[: slots.copied].nbytes), int(tensor.untyped_storage().nbytes()))

@@ -40,6 +40,7 @@ def describe(manager: Any) -> ModelModules:
     from vllm import __version__
 
     model = manager.model
+    # Modules that no forward pass calls, and below modules that compute otherwise than PEFT: both take no adapter.
     without_effect = uncalled(manager)
     places = {
         name: place
@@ -48,7 +49,8 @@ def describe(manager: Any) -> ModelModules:
         for name, place in _places(manager, module)
     }
     otherwise = computed_otherwise(manager, places)
-    tokens = getattr(manager, "trained_tokens", None)  # of our manager alone
+    # Only our manager has the attributes of trained tokens and vectors.
+    tokens = getattr(manager, "trained_tokens", None)
     return ModelModules(
         architecture=type(model).__name__,
         vllm_version=__version__,
@@ -102,6 +104,10 @@ def _text_prefix(manager: Any) -> str:
 
 
 def _places(manager: Any, name: str) -> Iterator[tuple[str, ModulePlace]]:
+    """Yield the names that adapters may have for a module or for its parts, each with its place.
+
+    A size of None is unknown: vLLM alone checks it.
+    """
     module = manager.modules[name]
     kind = _kind(module)
     if kind is ModuleKind.EXPERTS:
@@ -115,6 +121,7 @@ def _places(manager: Any, name: str) -> Iterator[tuple[str, ModulePlace]]:
         # With --max-lora-cls-labels, vLLM takes heads of other numbers of labels, and compares the numbers itself.
         is_open = kind is ModuleKind.CLASSIFIER and bool(getattr(manager.lora_config, "max_lora_cls_labels", None))
         is_max = kind is ModuleKind.HEAD or is_open
+        # Matrices whose sizes do not add up to the outputs are not what the slot's B covers.
         matrices = matrices if sum(matrices) == total else ()
         yield name, ModulePlace(name, kind, inputs, total, is_max, matrices=matrices, factor=_factor(manager, name))
         return
@@ -167,6 +174,7 @@ def _experts(manager: Any, name: str) -> Experts:
 
 
 def _formats(manager: Any, module: Any) -> tuple[ExpertFormat, ...]:
+    """Return the forms in which this layer of experts takes adapters' weights."""
     if getattr(module, "enable_moe_shared_loras", False):
         return (ExpertFormat.SHARED,)
     if type(module).__name__ == "FusedMoE3DWithLoRA":
@@ -207,7 +215,7 @@ def _kind(module: Any) -> ModuleKind:
 
 
 def _sizes(module: Any, kind: ModuleKind) -> tuple[int | None, list[int | None]]:
-    """Return the inputs, and the outputs of each slice, of the whole layer."""
+    """Return the inputs, and the outputs of each slice, of the whole layer; None where unknown."""
     stacks_a, stacks_b = module.lora_a_stacked, module.lora_b_stacked
     if kind in {ModuleKind.EMBEDDING, ModuleKind.HEAD}:
         return int(stacks_a.shape[1 if kind is ModuleKind.EMBEDDING else -1]), [int(stacks_b.shape[2])]

@@ -15,7 +15,7 @@ from typing import Any
 
 from lora_plugins.kernels.layers import Divided, sides_of_slices
 
-_HELD = "_lora_plugins_slots"
+_HELD = "_lora_plugins_slots"  # the attribute of a layer with what `_held` returns
 _PATCHED = "_lora_plugins_exact_slots"
 
 Ranks = tuple[tuple[int, int], ...]  # rows of A and columns of B, for each slice
@@ -68,7 +68,8 @@ def exact_reset_lora(whole: Callable[..., None]) -> Callable[..., None]:
 def part_of_worker(layer: Any, lora_a: Any, lora_b: Any) -> tuple[Any, Any]:
     """Return what this worker needs of both sides, for `set_lora`, where several workers divide the layer.
 
-    Both sides stay whole where only `set_lora` divides them: experts, and members that cover several slices.
+    Both sides stay whole in a single worker, and where only `set_lora` can divide them: experts, and a list `lora_b`
+    with tensors that cover several slices.
     """
     members = len(lora_b) if isinstance(lora_b, list) else 1
     if not hasattr(layer, _PATCHED) or layer.tp_size == 1 or members != layer.n_slices:
@@ -98,7 +99,7 @@ def _held(layer: Any) -> dict[int, Ranks]:
     """Return by slot the ranks beyond which the slot has zeros; unknown slots are missing."""
     stacks = layer.lora_a_stacked, layer.lora_b_stacked
     known: tuple[tuple[Any, Any], dict[int, Ranks]] | None = layer.__dict__.get(_HELD)
-    # A layer may have new stacks since the last note: then nothing is known.
+    # A layer may have got new stacks since the ranks were noted: then nothing is known of its slots.
     if known is None or known[0][0] is not stacks[0] or known[0][1] is not stacks[1]:
         known = layer.__dict__[_HELD] = stacks, {}
     return known[1]

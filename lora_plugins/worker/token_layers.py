@@ -10,18 +10,19 @@ from typing import Any
 from lora_plugins.adapter.model_modules import TokenPlaces
 from lora_plugins.adapter.trained_token_places import MAX_TOKENS
 
-_Named = list[tuple[str, Any]]
+_Named = list[tuple[str, Any]]  # modules with their names
 
 
 def find(manager: Any, vllm_config: Any) -> tuple[TokenPlaces, Any, Any, Any] | str:
     """Return places, embedding, the layer of logits or None, and vLLM's wrapper that has the slot of each row.
 
-    The layers are those that the model calls, with LoRA or without. A text, a part of a sentence, says why no adapter
-    can have trained tokens.
+    Embedding and layer of logits are the objects that the model calls, with LoRA or without. The layer of logits is
+    None in a model without a head, or for pooling. A text, a part of a sentence, says why no adapter can have trained
+    tokens.
 
     Args:
         manager: vLLM's `LoRAModelManager`, or a subclass, which has wrapped the model's layers.
-        vllm_config: the engine's.
+        vllm_config: the engine's configuration.
 
     Touches:
         vllm.model_executor.layers.vocab_parallel_embedding:
@@ -46,14 +47,15 @@ def find(manager: Any, vllm_config: Any) -> tuple[TokenPlaces, Any, Any, Any] | 
     embeddings, heads, processors = _layers(manager.model)
     if len(embeddings) != 1 or len(processors) > 1:
         return f"as this model has {len(embeddings)} embeddings and {len(processors)} heads, not one"
-    (name, embedding), is_asked = embeddings[0], hasattr(manager.model, "compute_logits")  # not of a model for pooling
+    # A model for pooling has no `compute_logits`.
+    (name, embedding), is_asked = embeddings[0], hasattr(manager.model, "compute_logits")
     processor = processors[0][1] if processors and is_asked else None
     layer, punica = base_of(embedding), manager._get_punica_wrapper(name)  # noqa: SLF001 - as vLLM chooses a layer's rows
     if punica is None or not getattr(layer, "reduce_results", True):
         return "as vLLM names no adapters for the rows of this model's embedding, or adds up its parts later"
     size = layer.embedding_dim
-    is_other = any(head.bias is not None or head.embedding_dim != size for _, head in heads)
-    if processor is not None and (is_other or base_of(processor).logits_as_input):
+    is_unlike = any(head.bias is not None or head.embedding_dim != size for _, head in heads)
+    if processor is not None and (is_unlike or base_of(processor).logits_as_input):
         return "as this model's head has a bias, another size than its embedding, or its own way to logits"
     head = (heads[0][0] if heads else "lm_head") if processor is not None else ""
     is_tied = bool(head) and bool(getattr(model.hf_text_config, "tie_word_embeddings", False))

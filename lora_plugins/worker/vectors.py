@@ -1,5 +1,7 @@
 """An adapter's vectors in a worker: each module with any computes `y = g * (W x + s B A x) + c`.
 
+`s` is the adapter's scaling; `g` and `c` are the vectors, a number for each output.
+
 A worker's loading thread calls `vectors_of_adapter` for an adapter with tensors beside A and B: DoRA's magnitudes,
 biases, factors of IA3. The answer, `AdapterVectors`, is a part of the `LoadedAdapter`, and gives each slot of the
 adapter its g and c (`SlotRanks.turn`).
@@ -8,8 +10,8 @@ vLLM hands kernels `y0 = W x + b`, with the layer's own bias. Kernels add the pr
 where `c' = c + (1 - g) b`. So B stays as it is, and a vector may be known later than A and B.
 
 DoRA's `g = magnitude / |row of W + s B A|` needs norms (`row_norms.py`). Of a row-parallel layer each worker has a part
-of the squares, of an embedding and a head the squares of its own words; the workers add the parts up at the first
-activation (`settle`).
+of the squares, of an embedding and a head the squares of its own words, which are tokens of the vocabulary. The workers
+add the parts up at the first activation (`settle`).
 """
 
 from __future__ import annotations
@@ -54,23 +56,27 @@ class AdapterVectors:
     """The vectors of one adapter.
 
     Attributes:
-        size_bytes: of all.
+        size_bytes: of all vectors of the adapter in this worker.
     """
 
     def __init__(self, modules: list[_Numbers], *, is_pinned: bool) -> None:
         """`is_pinned`: whether the vectors are page-locked, for copies to a CUDA device that do not wait."""
         widths = [len(module.c) for module in modules]
         # One piece, taken in the loading thread: page-locked memory is slow to get.
+        # `settle` may run outside of inference mode, where PyTorch refuses to write tensors of inference mode.
         with torch.inference_mode(mode=False):
             memory = torch.empty(2, sum(widths), pin_memory=is_pinned)
         self.size_bytes = memory.nbytes
         self._unsettled = list(zip(modules, memory.split(widths, 1), strict=True))
         self._vectors: list[tuple[SlotRanks, Vectors]] = []
+        # Without parts to add up among workers, the loading thread computes the vectors here.
         if not any(module.is_divided for module in modules):
             self.settle()
 
     def settle(self) -> None:
-        """Know all vectors; where workers add up their parts, in the engine loop. A second call changes nothing.
+        """Compute the vectors that are not known yet; a second call changes nothing.
+
+        Where workers add up their parts, the engine loop of each worker makes the call.
 
         Raises:
             IncompatibleAdapter: a vector that is not finite.
@@ -96,9 +102,10 @@ class _Numbers:
     """One module's numbers for each of this worker's outputs, float32.
 
     Attributes:
-        name: the engine's.
-        magnitude, squares: of DoRA's `g = magnitude / sqrt(squares)`; None without.
-        g: without DoRA. c: as in the form. bias: the part of the layer's own bias in `y0`.
+        name: the engine's name of the module.
+        magnitude, squares: of DoRA's `g = magnitude / sqrt(squares)`; None without DoRA.
+        g: the factors of a module without DoRA. c: as in the formula of this file.
+        bias: the part of the layer's own bias in `y0`.
         is_divided: whether the squares are a part of a sum over workers.
     """
 
@@ -132,7 +139,7 @@ def vectors_of_adapter(
         read: what is beside A and B.
         model: vLLM's `LoRAModel`.
         manager: its `LoRAModelManager`. Where its device is CUDA, the vectors are page-locked.
-        modules: the engine's.
+        modules: the engine's modules, as `describe` returns them.
         in_loop: see `LoopWork.run`.
         is_whole_model: as for `vectors_of`.
 
@@ -198,6 +205,7 @@ class _LayerVectors:
             raise IncompatibleAdapter(
                 f"magnitudes of '{self._name}'", expected="none, as it has a bias or no rows to look up", remedy=_MERGE
             )
+        # A and B of each part, None where the adapter has vectors alone.
         weights = [self._weights(part, read, model) for part in self._parts]
         beside = {
             kind: self._whole(
@@ -208,7 +216,7 @@ class _LayerVectors:
         scale = self._whole([one and torch.full((len(one.lora_b),), float(one.scaling)) for one in weights], 0)
         zeros = torch.zeros(sum(self._widths))
         bias = zeros if own is None else own.detach().float().cpu()
-        # A saved bias takes the place of the layer's own, where the adapter has one.
+        # A bias of the adapter takes the place of the layer's own bias.
         given = [torch.ones(it[BesideKind.BIAS].tensor.shape) if BesideKind.BIAS in it else None for it in self._parts]
         is_given = self._whole(given, 0).bool()
         if own is None and bool(is_given.any()):
@@ -218,14 +226,14 @@ class _LayerVectors:
         c = scale * beside[BesideKind.B_BIAS] + torch.where(is_given, beside[BesideKind.BIAS] - bias, zeros)
         factors = beside[BesideKind.OUTPUTS] * beside[BesideKind.INPUTS]
         c = c + (factors - 1) * bias
-        # Of workers that add their outputs up, one adds what is no product.
+        # Workers that each have a part of the sum add up their outputs: c and bias come from the first worker alone.
         adds = not self._is_divided or self._base.tp_rank == 0
         made = _Numbers(
             self._name,
             cast("SlotRanks", watched_ranks(self._layer)),  # `why_no_vectors` has found our kernels
-            factors,
-            c if adds else zeros,
-            bias if adds and not getattr(self._base, "skip_bias_add", False) else zeros,
+            g=factors,
+            c=c if adds else zeros,
+            bias=bias if adds and not getattr(self._base, "skip_bias_add", False) else zeros,
         )
         if any(BesideKind.MAGNITUDE in part for part in self._parts):
             made.magnitude, made.is_divided = beside[BesideKind.MAGNITUDE], self._is_divided
@@ -233,12 +241,14 @@ class _LayerVectors:
         return made
 
     def _weights(self, part: dict[BesideKind, Beside], read: ReadBeside, model: Any) -> Any:
+        """Return a part's A and B, found by the names of the tensors beside them; None without A and B."""
         names = (read.module(f"{PREFIX}{one.module}.lora_A.weight") for one in part.values())
         return next((model.loras[name] for name in names if name in model.loras), None)
 
     def _sides(self, lora_a: list[Any], lora_b: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the sides of each slice here, for sides of each part."""
+        """Return A and B of each slice of this worker, for A and B of each part of the whole layer."""
         n = len(self._widths)
+        # As for vLLM's `set_lora`: a layer of one slice takes tensors, other layers take lists.
         sides = sides_of_slices(self._layer, n, *((lora_a, lora_b) if n > 1 else (lora_a[0], lora_b[0])))
         if sides is None or any(
             b is not None and len(b) != width for b, width in zip(sides[1], self._widths, strict=True)
@@ -249,9 +259,10 @@ class _LayerVectors:
         return sides
 
     def _whole(self, parts: list[Any], neutral: float) -> Any:
-        """Return a vector of all outputs here, for vectors of each part or None."""
+        """Return a vector of this worker's outputs, for the vectors of each part; None: a part of `neutral` numbers."""
         if all(part is None for part in parts):
             return torch.full((sum(self._widths),), neutral)
+        # Each vector is divided as a B of one column; A does not matter.
         nothing = torch.empty(0, 0)
         _, columns = self._sides([nothing] * len(parts), [None if one is None else one[:, None] for one in parts])
         return torch.cat(
