@@ -25,7 +25,7 @@ import torch
 from lora_plugins.kernels.compiled.panels import Panels, Prepared, SlotPanels
 from lora_plugins.kernels.slot_ranks import SlotRanks, Vectors
 
-Step = Callable[[Any, Any], None]
+Step = Callable[[Any, Any], None]  # `step(y, x)` changes `y` in place
 # Copying a slot into panels happens in the engine's loop, at the first batch after the write; the cost grows with the
 # rank.
 LARGEST_COPIED_RANK = 64
@@ -109,6 +109,8 @@ class ModulePlan:
 
     Attributes:
         alone: the compiled product, where no other product is needed; callers may try `alone.repeat` before `run`.
+        steps: the products and additions, each for its own rows. turns: whether a slot of the batch has vectors.
+        version: `SlotRanks.version` before the plan was made. width: the columns of all slices together.
     """
 
     __slots__ = ("alone", "dtype", "module", "ranks", "scale", "steps", "turns", "version", "width")
@@ -157,9 +159,9 @@ class ModulePlan:
 def _steps(module: ModuleSlots, batch: BatchRows, buffers: Buffers, scale: float) -> Iterator[Step]:
     compiled = module.compiled(batch.rows)
     for slot, rows in batch.rows.items():
-        # Slots without a rank add nothing: an adapter need not adapt every module.
-        if slot in compiled:
+        if slot in compiled:  # computed by the last step, all slots together
             continue
+        # Slots without a rank add nothing: an adapter need not adapt every module.
         if any(module.ranks[slot]):
             yield _by_torch(module, slot, rows, buffers, scale)
         if slot in module.ranks.vectors:

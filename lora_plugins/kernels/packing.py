@@ -1,11 +1,11 @@
 """Panels made of an adapter's own tensors at load, for slots to point at: activation copies nothing. CPU only.
 
 A worker gives each layer a `Packer` at start, where it may have one (`give_packer`). The loading thread packs an
-adapter (`pack`); the engine loop points slots at the panels (`place`), and the compiled product reads them in every
-step.
+adapter (`pack`); the engine loop points slots at the panels (`place`), and the compiled product reads the panels in
+every step.
 
-By vLLM's slot (`set_lora`, then panels of the slot's content) an activation copies an adapter twice, and every slot
-takes memory of the largest rank. `Packer.pack` copies the adapter once, in a background thread, and `Packer.place`
+By way of vLLM's slot (`set_lora`, then panels of the slot's content) an activation copies an adapter twice, and every
+slot takes memory of the largest rank. `Packer.pack` copies the adapter once, in a background thread, and `Packer.place`
 points a slot at the copy. A layer with a packer has no stacks: views of a single zero, of the same shapes and not
 writable, replace vLLM's stacks. vLLM's `set_lora` and `reset_lora` pack and place too.
 
@@ -80,6 +80,7 @@ class Packer:
         """
         dtype = self.shape.dtype
         if not isinstance(scaling, float | int):
+            # None for a member that the adapter does not adapt.
             lora_b = [b if b is None or by is None else _scaled(b, by) for b, by in zip(lora_b, scaling, strict=True)]
             scaling = 1.0
         sides = self._sides(lora_a, lora_b)
@@ -116,7 +117,7 @@ class Packer:
     def _sides(self, lora_a: Any, lora_b: Any) -> list[tuple[Any, Any]]:
         """Return A and B of each slice as a slot of vLLM's would hold the pair, of rank 0 for an unadapted slice."""
         widths = self.shape.widths
-        if lora_a is None and lora_b is None:
+        if lora_a is None and lora_b is None:  # the adapter does not adapt this layer
             lora_a = lora_b = [None] * len(widths)
         found = sides_of_slices(self._module, len(widths), lora_a, lora_b)
         if found is None:
@@ -127,7 +128,10 @@ class Packer:
         ]
 
     def _pair(self, a: Any, b: Any, width: int, most: int) -> tuple[Any, Any]:
-        """Return A and B of the same rank and of the slot's widths, filled up with zeros as in a slot."""
+        """Return A and B of the same rank and of the slot's widths, filled up with zeros as in a slot.
+
+        `width`: the slice's outputs. `most`: the largest rank of the slot.
+        """
         inn = self.shape.inn
         if a is None or b is None:
             return torch.empty(0, inn), torch.empty(width, 0)
@@ -159,7 +163,8 @@ def give_packer(module: Any, product: Callable[[str], Product]) -> None:
     """
     parts = stacks(module)
     if parts is None or watched_ranks(module) is not None or hasattr(module, "set_module_to_save"):
-        # A classification head (`set_module_to_save`, vLLM 0.31 and later) holds more than A and B.
+        # No pairs of A and B, or a layer that was registered before. A classification head (`set_module_to_save`, vLLM
+        # 0.31 and later) holds more than A and B.
         return
     a, b = parts
     sharded = bool(getattr(getattr(module, "lora_config", None), "fully_sharded_loras", False))

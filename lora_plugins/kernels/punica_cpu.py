@@ -44,7 +44,7 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
     """
 
     computes_vectors = True  # `worker/vectors.py`
-    is_compiled = True  # else layers are learned, and nothing is compiled for them
+    is_compiled = True  # False: layers are registered, and no compiled product computes them
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -126,11 +126,12 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         """Compute `y += scale * B A x` in place, each row with its own adapter."""
-        # Between two layers the base product empties the caches, so the repetition touches as little as it can.
+        # Between two layers the base product empties the caches, so `repeat` comes first, and touches little memory.
+        # Without `add_inputs` rows of `y` have to become zeros first.
         plan = self._plans.get(id(lora_a_stacked)) if add_inputs else None
         if plan is not None and plan.is_for(scale) and plan.alone is not None and plan.alone.repeat(y, x):
             return
-        if not self._batch.rows:
+        if not self._batch.rows:  # all rows are the base model's
             return
         plan = self._plan(self._plans, self._batch, lora_a_stacked, lora_b_stacked, scale)
         if y.ndim != 2 or x.ndim != 2:
@@ -157,7 +158,8 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
         if not plan.turns:
             plan.run(y, x)
             return
-        # Logits may be wider than B, or of another dtype: `g * y + g * B A x`.
+        # Logits may be wider than B, or of another dtype: `y` is multiplied by g here, and the plan computes
+        # `g * B A x + c` apart.
         added = torch.zeros(y.shape[0], plan.width, dtype=plan.dtype)
         plan.run(added, x)
         width = min(plan.width, y.shape[1])
@@ -175,8 +177,8 @@ class CompiledPunicaWrapperCPU(PunicaWrapperCPU):  # type: ignore[misc]
             self._adapted_rows_to_zero(y, width)
         for slot, rows in self._rows(y.shape[0]):
             rank = lora_b_stacked.shape[3] if ranks is None else ranks[slot][0]
-            if rank:  # few adapters adapt an embedding
-                cpu.add_expanded(y, x, lora_b_stacked[slot, 0], rows, rank, 0, width)
+            if rank:  # few adapters adapt an embedding: the others have rank 0
+                cpu.add_expanded(y, x, lora_b_stacked[slot, 0], rows, rank, first=0, width=width)
             if ranks is not None and (vectors := ranks.vectors.get(slot)) is not None:
                 cpu.turn(rows, vectors, y)
 

@@ -33,8 +33,8 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
     `lora_plugins.kernels.reference`. float16, bfloat16 and float32.
 
     `update_metadata` only finds each row's slot, without vLLM's grouping, unless a layer is computed by vLLM's own
-    path; until then reading the grouping raises. The wrapper's constructor reads in the configuration whether rows must
-    not depend on each other, and `compilation_config.max_cudagraph_capture_size`.
+    path. As long as no layer is, reading the grouping raises (`_NeverFilled`). The wrapper's constructor reads in the
+    configuration whether rows must not depend on each other, and `compilation_config.max_cudagraph_capture_size`.
 
     Touches:
         vllm.lora.punica_wrapper.punica_gpu:
@@ -64,6 +64,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         self._sampled = Batch(max_num_batched_tokens, self.max_loras, device, self._operators)
         self._has_layers = False
         self._some_by_vllm = False
+        # vLLM's own objects, kept for the first layer that vLLM's own path computes.
         self._grouping = self.token_mapping_meta, self.prompt_mapping_meta
         self.token_mapping_meta = self.prompt_mapping_meta = _NeverFilled()
 
@@ -98,6 +99,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
             (self._rows, mapping.index_mapping, self.token_lora_indices),
             (self._sampled, mapping.prompt_mapping, self.sampler_indices),
         ):
+            # Ids above 0 are adapters; an adapter without a slot counts as rows of the base model.
             distinct = set(ids)
             in_use = {slot_of[lora_id] for lora_id in distinct if lora_id > 0 and lora_id in slot_of}
             batch.cut(slots, in_use, base_rows=len(in_use) < len(distinct))
@@ -154,7 +156,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         self, y: Any, x: Any, weight_stacked: Any, bias_stacked: Any, module_enabled: Any
     ) -> None:
         """Replace `y` by the output of the slot's whole head, `[slots, 1, out, in]`, in rows with such a head."""
-        # A head is an A of rank `out`: the shrink computes the head's product too.
+        # A head is an A of rank `out`: the shrink, with a scale of 1, computes the head's product too.
         adapter_y = torch.empty(1, x.shape[0], weight_stacked.shape[-2], dtype=torch.float32, device=x.device)
         torch.ops.lora_plugins.lora_shrink(adapter_y, x, [weight_stacked], *self._sampled.tensors, 1.0)
         y.copy_(self._select_full_linear_output(y, adapter_y[0], bias_stacked, module_enabled))
@@ -163,6 +165,7 @@ class TritonPunicaWrapper(PunicaWrapperGPU):  # type: ignore[misc]
         self, batch: Batch, y: Any, x: Any, a: Any, b: Any, scale: float, output_slices: Any, *, add_inputs: bool
     ) -> None:
         y, x = y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1])
+        # An offset of 0: the slices begin at the first column of `y`.
         torch.ops.lora_plugins.lora_linear(
             y, x, list(a), list(b), *batch.tensors, list(output_slices), scale, 0, add_inputs
         )

@@ -3,9 +3,9 @@
 In a worker on the CPU, `fill` copies an adapter's A and B into panels, in the loading thread (`kernels/packing.py`) or,
 of a copied slot, in the engine loop (`SlotPanels.of`). `Prepared` computes one module for one batch, in every step.
 
-A panel holds `Product.panel` columns of the product's result, and a row of the columns for each step of the sum. The
-last panel may be narrow, `Product.lanes` columns, filled up with zeros; no zero reaches `y`. In bfloat16 the steps go
-in pairs (`Product.pair`); a zero stands beside a last odd step.
+A panel holds the weights for `Product.panel` columns of the product's result, a row for each step of the sum. The last
+panel may be narrow, `Product.lanes` columns (a register's), filled up with zeros; no zero reaches `y`. In bfloat16 the
+steps go in pairs (`Product.pair`); a zero stands beside a last odd step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lora_plugins.kernels.slot_ranks import SlotRanks, Vectors
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of a layer: columns of `x`, columns of each slice of `y`, and the dtype."""
+    """The shape of a layer: columns of `x` (`inn`), columns of each slice of `y` (`widths`), and the dtype."""
 
     inn: int
     widths: tuple[int, ...]
@@ -66,6 +66,7 @@ def fill(product: Product, flat: Any, shape: Shape, sides: Sequence[tuple[Any, A
     # `lora.c` computes the A's of all slices as a single product: `top` is the slice's first row in the shared A.
     for place, i in zip(slices, own, strict=True):
         (a, b), rank, width = sides[i], ranks[i], shape.widths[i]
+        # The last two arguments: the first column to fill, of so many columns in all panels of the side.
         product.pack(a.data_ptr(), a.stride(0), rank, shape.inn, into_a, top, total)
         product.pack(b.data_ptr(), b.stride(0), width, rank, into_b, 0, width)
         place.b, place.rank, place.top = into_b, rank, top
@@ -122,6 +123,7 @@ class SlotPanels:
             sides = [
                 (a[slot, 0, :rank], b[slot, 0, :, :rank]) for rank, (a, b) in zip(ranks, self._stacks, strict=True)
             ]
+            # Not placed: a copy of the slot's content, not an adapter's own panels.
             held = self._of_slot[slot] = _SlotEntry(fill(self.product, flat, self.shape, sides), False, stamp)
         return held.panels
 
@@ -130,7 +132,7 @@ class SlotPanels:
         # `written` first: `written` changes the stamp and calls `_forget`, which would drop a new entry.
         self.ranks.written(slot, panels.ranks if panels else (0,) * len(self.shape.widths))
         if panels and panels.slices:
-            self._of_slot[slot] = _SlotEntry(panels, True, self.ranks.stamp(slot))
+            self._of_slot[slot] = _SlotEntry(panels, is_placed=True, stamp=self.ranks.stamp(slot))
 
     def is_placed(self, slot: int) -> bool:
         """Whether the slot points at an adapter's own panels; the stacks then hold other content."""
@@ -138,6 +140,7 @@ class SlotPanels:
         return held is not None and held.is_placed
 
     def _current(self, slot: int) -> _SlotEntry | None:
+        """Return the slot's entry; None without an entry of the present content."""
         held = self._of_slot.get(slot)
         # A stamp that differs means a write since: the panels are of earlier content.
         return held if held is not None and held.stamp == self.ranks.stamp(slot) else None

@@ -3,10 +3,10 @@
 In a worker with a GPU, `Chunks.cut` runs once for each batch whose adapters change; all kernels of the batch read the
 tables.
 
-A chunk is a run of at most `size` rows of one slot, in slot order. Kernels launch programs for as many chunks as a
-batch of so many rows could have; programs without a chunk find 0 rows and leave. So a grid depends on the number of
-rows alone, and a captured CUDA graph serves every mapping. Ideas: Punica's SGMV (arXiv:2310.18547), and the tile tables
-of grouped matrix products.
+A chunk is a run of at most `size` rows of one slot, in slot order. For a batch of n rows, kernels launch programs for
+as many chunks as any batch of n rows could have; programs without a chunk find 0 rows and leave. So a grid depends on
+the number of rows alone, and a captured CUDA graph serves every mapping. Ideas: Punica's SGMV (arXiv:2310.18547), and
+the tile tables of grouped matrix products.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Chunks:
         order: int64 `[max_rows]`, row numbers in the order of their slots.
         table: int32 `[len(SIZES), 3, capacity]`; for each chunk its slot, its first place in `order`, its rows (or 0).
         rows: rows of the batch, as far as the host knows.
+        capacity: the chunks of the smallest size that the largest batch can have.
     """
 
     def __init__(self, max_rows: int, slots: int, device: Any) -> None:
@@ -107,6 +108,7 @@ def _cut_kernel(
     # Rows of the base model have negative slots, sort first, and lie before every `begin`.
     begin = _first_not_below(sorted_slots, slot, rows, SLOTS, STEPS)
     count = _first_not_below(sorted_slots, slot + 1, rows, SLOTS, STEPS) - begin
+    # Chunks of each slot, the last perhaps partial. `ends`: the number of chunks up to and with the slot's.
     full = (count + size - 1) // size
     ends = tl.cumsum(full, 0)
 

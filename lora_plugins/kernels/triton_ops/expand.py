@@ -38,6 +38,7 @@ def expand(y: Any, t: Any, operands: Operands, tile: ExpandTile, *, add_inputs: 
     t_strides = (t.stride(2), t.stride(0), t.stride(1))
     # IN is not used without FUSED; 16 is the smallest tile that Triton's `dot` takes.
     cut = {"FUSED": False, "SPLITS": t.shape[0], "IN": 16, "RANK": tile.rank, "OUT": tile.columns}
+    # The kernel reads `n_in` (0) and `scale` (1.0) only where FUSED: the shrink has scaled `t`.
     _launch(y, t, t_strides, 0, 1.0, operands, tile, cut, add_inputs=add_inputs)
 
 
@@ -54,6 +55,7 @@ def fused(y: Any, x: Any, operands: Operands, tile: FusedTile, scale: float, *, 
     """
     columns_in = columns(tile.columns_in, operands.module.dtype)
     cut = {"FUSED": True, "SPLITS": 1, "IN": columns_in, "RANK": tile.rank, "OUT": tile.columns_out}
+    # x has neither splits nor slices, whose strides are 0.
     _launch(y, x, (x.stride(0), 0, 0), x.shape[1], scale, operands, tile, cut, add_inputs=add_inputs)
 
 

@@ -96,15 +96,15 @@ class Operators:
 
     Attributes:
         table: how work is cut.
-        captured_rows: sizes up to this number are captured in CUDA graphs, and never take the dense path, which the
-            host chooses.
+        captured_rows: batches of up to so many rows are captured in CUDA graphs, and never take the dense path, which
+            the host chooses.
         number: the name of this object in a batch; torch passes operators tensors and numbers only.
     """
 
     table: Table
     captured_rows: int = 0
     number: int = field(default_factory=_numbers.__next__)
-    _known: dict[int, _Known] = field(default_factory=dict)
+    _known: dict[int, _Known] = field(default_factory=dict)  # by the addresses of a module's first A and first B
     _ranks: DeviceRanks = field(default_factory=DeviceRanks)
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class Operators:
 
     def takes_dense_path(self, y: Any, x: Any, batch: Any) -> bool:
         """Whether the host may and should compute a batch, of `Batch.host`'s numbers, by plain products."""
-        least = self.table.dense_min_rows
+        least = self.table.dense_min_rows  # None: the dense path is never taken
         rows, _, slot, *_ = batch
         return (
             least is not None
@@ -199,7 +199,7 @@ class Operators:
         )
 
 
-_WHAT_IS_IN_USE = 0
+_WHAT_IS_IN_USE = 0  # no number of an `Operators`: stands for the `Operators` of `use`
 _operators: Operators | None = None
 _by_number: WeakValueDictionary[int, Operators] = WeakValueDictionary()
 
@@ -251,6 +251,7 @@ def lora_linear(
         return
     module, known = operators.module(a, b, output_slices, offset)
     ranks = known.host_ranks
+    # More rows than the batch's would go without their adapters; where no slot changes this module, no row loses any.
     if refuses_more_rows and x.shape[0] > rows and (ranks is None or any(map(any, ranks)) or ranks.vectors):
         refuse_more_rows(x.shape[0], rows)
     x = _rows(x, module)
@@ -301,6 +302,7 @@ def lora_shrink(
     if not has_adapters or not x.shape[0]:
         return
     operators = in_use(number)
+    # A alone, so without slices of outputs and without their offset.
     module, known = operators.module(a, [], [], 0)
     if refuses_more_rows:
         refuse_more_rows(x.shape[0], rows)
@@ -338,6 +340,7 @@ def _operands(module: PackedModule, known: _Known, order: Any, table: Any, rows:
 
 
 def _rows(x: Any, module: PackedModule) -> Any:
+    """Return the input as kernels read it, each row contiguous."""
     if x.dtype != module.dtype:
         raise TypeError(f"input of {x.dtype}, LoRA weights of {module.dtype}")
     return x if x.stride(-1) == 1 else x.contiguous()
