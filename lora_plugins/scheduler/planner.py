@@ -21,7 +21,7 @@ generation is loaded beside the current. The rules:
   priority than its running requests have. The last adapter that takes all requests stays, unless no other adapter runs.
 - A wanted adapter is loaded at once, unless enough adapters wait in host memory to take all slots before. An adapter
   that finds no room for `turns.share_s` gets room reserved: as few adapters as needed drain, and are then evicted.
-- An adapter that can never fit, by size or beside pins, is refused at once, and delays no other.
+- An adapter that can never fit, by size or beside pins, is refused at once, and delays no other adapter.
 
 No adapter starves: docs/explanation/manager.md has the longest wait, which tests/scheduler/test_no_starvation.py holds.
 
@@ -177,9 +177,9 @@ class Planner:
         self._is_changed = True
 
     def passed_over(self, before: Order | None, now: float) -> None:
-        """Note that vLLM passed over waiting requests, whose adapters were not ready, and ran later requests.
+        """Note that vLLM could have run more requests, and passed over those whose adapters were not ready.
 
-        `before`: the place up to which vLLM passed over requests; None: vLLM passed over all requests not ready.
+        `before`: the last place in the queue that vLLM has reached; None: vLLM has reached the end.
         """
         self.state.settle(now)
         for adapter in list(takewhile(lambda it: before is None or it.order <= before, self.state.newly_held)):
