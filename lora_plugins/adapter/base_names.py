@@ -1,6 +1,6 @@
 """Compares two names of base models: the name in an adapter's configuration, and a name of the served model.
 
-`fit.py` and the command line call these functions, in the API server's process and in their own. In go two names, each
+`fit.py` calls these functions in the API server, and the command line in its own process. In go two names, each
 a Hub id or a path. `is_same_model` answers whether both mean one model; `differences` says in words how two models
 differ by their names, for a warning.
 
@@ -19,7 +19,7 @@ from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 
-_LONGEST = 200  # a longer name is not read
+_LONGEST = 200  # characters; of a longer name, no words and no size are read
 _HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 # The Hub's cache: models--<org>--<name>/snapshots/<commit>
 _HUB_CACHE = re.compile(r"(?:^|/)models--(?P<repo>[^/]+)/snapshots/[0-9a-f]{7,64}/?$")
@@ -35,11 +35,12 @@ _SIZE = re.compile(  # 8b, 0.5b, 500m, 8x7b
     r"(?<![a-z0-9.])(?:(?P<times>\d+)x)?(?P<number>\d+(?:\.\d+)?)(?P<unit>[bm])(?![a-z0-9])"
 )
 _WORD = re.compile(r"(?:(?<![a-z])[a-z])?\d+(?:\.\d+)*(?:[a-z](?![a-z]))?|[a-z]+")  # llama, 3.1, v0.3, 128k, a3b
-# Names that share such a word alone may be of anything.
+# Words that many models have in their names: sharing only these says nothing.
 _COMMON = {"base", "model", "instruct", "it", "chat", "checkpoint", "step", "final", "merged"}
 
 
 def is_hub_id(name: str) -> bool:
+    """Return whether a name has the form `organisation/model` of the Hub."""
     return _HUB_ID.fullmatch(name) is not None
 
 
@@ -60,16 +61,21 @@ def is_same_model(one: str, other: str) -> bool:
 
 
 def shown(name: str) -> str:
-    """Return a name for clients: a Hub id unchanged, and the last part of a path on any machine."""
+    """Return a name for clients: a Hub id unchanged, and only the last part of a path, of Linux or Windows."""
     return last_part(name) if os.path.isabs(name) or "\\" in name or name.count("/") != 1 else name
 
 
 def differences(one: str, other: str) -> tuple[str, ...] | None:
-    """Return in words how two named models differ: by name, by size; None where the names say too little."""
+    """Return in words how two named models differ, by name and by size; `()` where they agree.
+
+    None where the names say too little to compare them, as with a folder's name.
+    """
     words, size, size_text = _read(one, _organisation(other))
     other_words, other_size, other_text = _read(other, _organisation(one))
+    # A size of 0 is unknown.
     found = [f"another size ({size_text}, not {other_text})"] if size and other_size and size != other_size else []
     known, other_known = _telling(words, size), _telling(other_words, other_size)
+    # Compare names only if they share a telling word, or both have telling words and a size.
     if not (known & other_known or (known and other_known and size and other_size)):
         return tuple(found) or None
     first = [word for word in words if word not in other_words]
@@ -82,9 +88,13 @@ def differences(one: str, other: str) -> tuple[str, ...] | None:
 
 
 def other_type(name: str, model_type: str) -> str:
-    """Return the model type that a name has in the place of `model_type`; empty where Transformers knows none in it."""
+    """Return the other model type that a name shows; empty where it shows `model_type`, or no known type.
+
+    Known are the types of Transformers. An empty `model_type` is unknown, and agrees with every name.
+    """
     words = _read(name)[0]
     found = []
+    # A type in Transformers may have its number in the same word: `qwen` and `3` of a name are the type `qwen3`.
     for word, after in zip_longest(words, words[1:], fillvalue=""):
         number = after.partition(".")[0]
         number = number if number.isdigit() else ""
@@ -109,15 +119,16 @@ def last_part(name: str) -> str:
 
 
 def _with_points(name: str) -> str:
-    """Return a name with its points, for which ModelScope's client writes three underscores in names of folders."""
+    """Return a name with the points for which ModelScope's client writes three underscores in names of folders."""
     return name.replace("___", ".")
 
 
 @functools.lru_cache(maxsize=4096)
 def _read(name: str, organisation: str = "") -> tuple[tuple[str, ...], int, str]:
-    """Return a name's words and numbers, and its size: in thousands of parameters, and as written.
+    """Return a name's words and numbers, and its size: in thousands of parameters, and as written; 0 and "" for none.
 
-    A folder's name may begin with the organisation (`mistralai_Mistral-7B-v0.3`).
+    A folder's name may begin with the organisation (`mistralai_Mistral-7B-v0.3`), which is left out if it is
+    `organisation`.
     """
     text = last_part(name).lower()
     if len(text) > _LONGEST:
@@ -139,15 +150,17 @@ def _is_type(word: str) -> bool:
     for folder in (transformers and transformers.submodule_search_locations) or ():
         with suppress(OSError):
             code = Path(folder, "models", word, f"modeling_{word}.py").read_text(encoding="utf-8")
+            # A model that makes text: other models (of images, of audio) have types too.
             return re.search(r"class \w+ForCausalLM\(\w+PreTrainedModel", code) is not None
     return False
 
 
 def _telling(words: tuple[str, ...], size: int) -> set[str]:
-    """Return the words by which a model may be known; none without a number, as in `falcon`, which may be a folder."""
+    """Return the words that tell a model from others; none for a name without a number, as a folder `falcon` may be."""
     has_number = size or not all(map(str.isalpha, words))
     return {word for word in words if word.isalpha() and len(word) > 1} - _COMMON if has_number else set()
 
 
 def _organisation(name: str) -> str:
+    """Return the organisation of a Hub id; empty for any other name."""
     return name.partition("/")[0] if name.count("/") == 1 else ""

@@ -6,7 +6,7 @@ and the bytes of the file (`canonical_bytes`), with known keys only.
 
 An adapter's own configuration may have anything under unknown keys, and regular expressions of its author. vLLM parses
 everything at each load, in the engine. So the store keeps the canonical file under the name that vLLM reads
-(`PEFTHelper.from_local_dir`, 0.30 to 0.33), and the original beside.
+(`PEFTHelper.from_local_dir`, 0.30 to 0.33), and the original beside, as `adapter_config.original.json`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def with_exact_patterns(config: AdapterConfig, pairs: Iterable[LoraPair]) -> Ada
 def canonical_bytes(config: AdapterConfig) -> bytes:
     """Return the text of `adapter_config.json` with the keys that `parse_config` has read, and nothing else.
 
-    Very long `target_modules` are left open: vLLM requires the key, and does not compare the value.
+    Very long `target_modules` become null: vLLM requires the key, and does not compare the value.
     """
     targets = config.targets if isinstance(config.targets, str) else sorted(config.targets or ())
     is_long = sum(map(len, targets)) > _MAX_TARGETS_CHARACTERS
@@ -49,7 +49,7 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
         "r": config.rank,
         "lora_alpha": _plain(config.alpha),
         "target_modules": None if config.targets is None or is_long else targets,
-        "bias": "none",
+        "bias": "none",  # vLLM refuses others; biases that our workers add are in `config.beside`
         "use_rslora": config.use_rslora,
         "rank_pattern": dict(config.rank_pattern),
         "alpha_pattern": {name: _plain(alpha) for name, alpha in config.alpha_pattern.items()},
@@ -65,16 +65,19 @@ def canonical_bytes(config: AdapterConfig) -> bytes:
 
 
 def _plain(number: float) -> float:
-    # Whole alphas as integers, as PEFT writes: below 2⁵³ a float has the same value.
+    # Write whole alphas as integers, as PEFT writes: below 2⁵³ a float has the same value.
     return int(number) if number.is_integer() and abs(number) < 1 << 53 else number
 
 
 def _patterns(values: Mapping[str, _T], usual: _T) -> dict[str, _T]:
-    """Return few patterns of names, with alternatives in one: vLLM tries each pattern on each module."""
+    """Return patterns that give each name its value, except for names with the value `usual`, which need no pattern.
+
+    The patterns are few, each with many names as alternatives: vLLM tries each pattern on each module.
+    """
     by_leaf: dict[str, dict[str, _T]] = defaultdict(dict)  # by the last part of a module's name
     for name, value in values.items():
         by_leaf[name.rpartition(".")[2]][name] = value
-    # A last part whose modules agree stands for all of them.
+    # If all modules with one last part (`q_proj`) have one value, the last part stands for their names.
     named: dict[str, _T] = {}
     for leaf, modules in by_leaf.items():
         of_leaf = set(modules.values())

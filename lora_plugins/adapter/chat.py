@@ -1,8 +1,8 @@
 """Reads what an adapter brings for chats beside its weights: a template, special and added tokens, ends of answers.
 
 `read_chat` runs in the reading process and in `lora-plugins inspect`. In goes a directory with Transformers' files,
-untrusted; out comes a `Chat`. A file or key that cannot be used is named in `Chat.unused` and refuses nothing. The API
-server applies the `Chat` (`vllm_patches/api_server/adapter_chats.py`).
+untrusted; out comes a `Chat`. A file or key that cannot be used is named in `Chat.unused`, and does not keep the
+adapter from being served. The API server applies the `Chat` (`vllm_patches/api_server/adapter_chats.py`).
 
 A template is a program in Jinja: nothing here runs or parses the template; Transformers renders templates in a sandbox.
 Added tokens are in `tokenizer.json`, and until Transformers 5 in `tokenizer_config.json` too.
@@ -21,13 +21,13 @@ from lora_plugins.adapter.files import open_regular, parse_json
 from lora_plugins.errors import AdapterNotFound, InvalidAdapter
 
 TEMPLATE_FILE = "chat_template.jinja"
-TOOLS_FILE = "additional_chat_templates/tool_use.jinja"  # the one that is chosen for a request, of any in the folder
+TOOLS_FILE = "additional_chat_templates/tool_use.jinja"  # other files in the folder are never chosen for a request
 TOKENIZER_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 VOCABULARY_FILE = "tokenizer.json"
-# Of old releases; Transformers reads them where the configuration of the tokenizer lists no tokens.
+# Files of old releases; Transformers reads them where the configuration of the tokenizer lists no tokens.
 SPECIAL_FILE, ADDED_FILE = "special_tokens_map.json", "added_tokens.json"
-# Of processors, which no tokenizer reads.
+# Files of processors (of images, audio), which no tokenizer reads.
 PROCESSOR_FILE = "processor_config.json"
 _UNREAD_FILES = ("chat_template.json", PROCESSOR_FILE)
 # Far above real files: those of Llasa have 11.7 MB and 18 MB, with 65,800 added tokens; Gemma 3's vocabulary has 33 MB.
@@ -35,16 +35,18 @@ _JSON_FILES = (TOKENIZER_FILE, GENERATION_FILE, SPECIAL_FILE, ADDED_FILE, *_UNRE
 MAX_BYTES = dict.fromkeys((TEMPLATE_FILE, TOOLS_FILE), 256 << 10) | dict.fromkeys(_JSON_FILES, 32 << 20)
 MAX_BYTES[VOCABULARY_FILE] = 128 << 20
 CHAT_FILES = tuple(MAX_BYTES)
-MINOR_FILES = frozenset({TOOLS_FILE, SPECIAL_FILE, ADDED_FILE, *_UNREAD_FILES})  # no link there costs the adapter
+# A forbidden link in the place of one of these files leaves the file out, and does not refuse the adapter.
+MINOR_FILES = frozenset({TOOLS_FILE, SPECIAL_FILE, ADDED_FILE, *_UNREAD_FILES})
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Transformers' names of a template, and of the template for requests with tools.
 _KINDS = _DEFAULT, _FOR_TOOLS = "default", "tool_use"
-_MOST_END_IDS, _LONGEST_TOKEN, _VOCABULARY = 100, 1000, 1 << 31  # the second in bytes
-# In one file, the base model's own too; of tokens that the base model lacks a server takes fewer.
+_MOST_END_IDS, _LONGEST_TOKEN, _VOCABULARY = 100, 1000, 1 << 31  # `_LONGEST_TOKEN` in bytes
+# Added tokens in one file, among them the base model's own. Of tokens that the base model lacks, a server takes fewer.
 _MOST_ADDED, _ADDED_BYTES = 100_000, 4 << 20
-_NAMED = 3  # tokens in a message
-# `tokenizer.json` begins with the added tokens, before a vocabulary that nothing here needs; 65,800 tokens have 13 MB.
+_NAMED = 3  # tokens that a message names
+# How much of `tokenizer.json` is read at first, and at most: the file begins with the added tokens, before a vocabulary
+# that nothing here needs. 65,800 tokens have 13 MB.
 _HEADS_BYTES = (4 << 20, 48 << 20)
 _ADDED = re.compile(r'"added_tokens"\s*:\s*\[')
 _POST_PROCESSOR, _POST_PROCESSOR_BYTES = re.compile(r'"post_processor"\s*:\s*'), 1 << 16
@@ -58,7 +60,7 @@ _V = TypeVar("_V")
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token that never is cut in parts; `traits` are those of Transformers' `AddedToken` that are true."""
+    """A token that is never cut into parts; `traits` names the flags of Transformers' `AddedToken` that are true."""
 
     id: int
     text: str
@@ -80,11 +82,12 @@ class Chat:
         templates: chat templates by Transformers' names: `default`, and `tool_use` for requests with tools.
         special_tokens: texts of special tokens by their names in templates (`bos_token`).
         end_ids: ids of the tokens that end an answer, beside `eos_token` of `special_tokens`.
-        added_tokens: by their ids. As read, all of the adapter's tokenizer; as served, those that the base model lacks.
-        lost_tokens: those that the base model lacks, and that the server cannot add to the base model's tokenizer.
+        added_tokens: in the order of their ids. As read from files, all added tokens of the adapter's tokenizer; as
+            served (`served_chat`), only tokens that the base model lacks.
+        lost_tokens: tokens that the base model lacks, and that the server cannot add to the base model's tokenizer.
         unused: names of files and keys that are not used, and why.
-        post_processor: JSON of what puts special tokens around the tokens of a text, as in `tokenizer.json`; as served,
-            empty where the base model puts the same.
+        post_processor: the post-processor of `tokenizer.json`, as JSON: it puts special tokens around the tokens of a
+            text. Empty for none; as served, empty also where the base model's puts the same tokens.
     """
 
     templates: Mapping[str, str] = field(default_factory=dict)
@@ -115,14 +118,14 @@ def chat_files(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_chat(directory: Path) -> Chat:
-    """Read the files in `directory`; without the files, the answer is empty. What Transformers never writes is unused.
+    """Read the files in `directory`; without the files, the answer is empty. Values of an unknown form are unused.
 
     Raises:
         SourceUnavailable: the file system denies or fails.
     """
     reader = _Reader(directory)
     config, generation = reader.file(TOKENIZER_FILE, _object) or {}, reader.file(GENERATION_FILE, _object) or {}
-    # Either file comes before the key, as in Transformers 5.
+    # A template in a file wins over the key `chat_template`, as in Transformers 5.
     named = {_DEFAULT: reader.file(TEMPLATE_FILE, _text), _FOR_TOOLS: reader.file(TOOLS_FILE, _text)}
     of_files = {kind: text for kind, text in named.items() if text is not None}
     texts = {name: reader.key(config, name, TOKENIZER_FILE, _token) for name in _SPECIAL}
@@ -131,7 +134,8 @@ def read_chat(directory: Path) -> Chat:
         special = reader.file(SPECIAL_FILE, _object) or {}
         texts |= {name: reader.key(special, name, SPECIAL_FILE, _token) for name in _SPECIAL if name in special}
         of_old = reader.file(ADDED_FILE, lambda file: _ids_by_text(_object(file), {*texts.values()})) or ()
-    # As Transformers has it, the configuration's tokens come after the vocabulary's.
+    # For one id the last entry wins, as in Transformers: the configuration's token, then the vocabulary's, then the old
+    # files'.
     of_vocabulary, post_processor = reader.file(VOCABULARY_FILE, _head) or ((), "")
     of_config = reader.key(config, _DECODER, TOKENIZER_FILE, _decoder) or ()
     added = {token.id: token for token in (*of_old, *of_vocabulary, *of_config)}
@@ -147,19 +151,21 @@ def read_chat(directory: Path) -> Chat:
 
 
 def few(tokens: Sequence[AddedToken]) -> str:
-    """Name the last tokens, which trainers have added after the base model's."""
+    """Return a text that names the last tokens: trainers add their tokens after the base model's."""
     named = ", ".join(map(str, tokens[-_NAMED:]))
     return named if len(tokens) <= _NAMED else f"{named} and {len(tokens) - _NAMED} more"
 
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads files and their keys; `unused` names those that are left out, and why."""
+    """Reads files and their keys; `unused` names the files and keys that are left out, and why."""
 
     directory: Path
     unused: list[str] = field(default_factory=list)
 
     def file(self, name: str, parsed: Callable[[BinaryIO], _T]) -> _T | None:
+        """Return what `parsed` makes of a file; None for a missing file, and for a file that is noted as unused."""
+
         def read(path: Path) -> _T:
             with open_regular(path) as (file, size_bytes):
                 if size_bytes > MAX_BYTES[name]:
@@ -169,10 +175,11 @@ class _Reader:
         return self._used(name, read, self.directory / name)
 
     def key(self, fields: Mapping[str, Any], key: str, file: str, made: Callable[[Any], _T]) -> _T | None:
+        """Return what `made` makes of a key's value; None for a missing key, and for a key that is noted as unused."""
         return None if fields.get(key) is None else self._used(f"{key} of {file}", made, fields[key])
 
     def _used(self, what: str, made: Callable[[_V], _T], value: _V) -> _T | None:
-        """Return what is made of the value; None for a missing file, and for a value that is noted as unused."""
+        """Return what `made` makes of the value; None for a missing file, and for a value that is noted as unused."""
         try:
             return made(value)
         except AdapterNotFound:
@@ -206,16 +213,20 @@ def _head(file: BinaryIO) -> tuple[tuple[AddedToken, ...], str]:
             if post is not None:
                 made, _ = json.JSONDecoder().raw_decode(text, post.end())
                 return tokens, _short(json.dumps(made), _POST_PROCESSOR_BYTES)
-            if len(data) < read_bytes:
+            if len(data) < read_bytes:  # the whole file was read
                 return tokens, ""
         except (json.JSONDecodeError, RecursionError):
-            if len(data) < read_bytes:  # else the end of what was read here may be at fault
+            if len(data) < read_bytes:  # with more to read, only the cut at the end may be at fault
                 raise
     raise ValueError(f"added_tokens of more than {len(data)} bytes")
 
 
 def _entries(text: str, place: int) -> Iterator[object]:
-    """Each entry of a list by itself, so that a long list takes little memory."""
+    """Yield the entries of a list in JSON one by one, so that a long list takes little memory.
+
+    Raises:
+        JSONDecodeError: the text ends before the list.
+    """
     decode = json.JSONDecoder().raw_decode
     while (begin := _BEGIN.search(text, place)) is not None and begin.group() != "]":
         entry, place = decode(text, begin.start())
@@ -225,6 +236,7 @@ def _entries(text: str, place: int) -> Iterator[object]:
 
 
 def _ids_by_text(ids: Mapping[str, Any], special: Collection[str | None]) -> tuple[AddedToken, ...]:
+    """Return the tokens of `added_tokens.json`, which has ids by text, with the traits that Transformers assumes."""
     kinds = {text: "special" if text in special else "normalized" for text in ids}
     return _added({"id": token, "content": text, kinds[text]: True} for text, token in ids.items())
 
@@ -242,6 +254,7 @@ def _added(entries: Iterable[object]) -> tuple[AddedToken, ...]:
 
 
 def _templates(value: object) -> dict[str, str]:
+    """Return templates by name, from any of the forms that Transformers has had: a text, a list or an object."""
     if isinstance(value, str):
         value = {_DEFAULT: value}
     if isinstance(value, list):
@@ -262,7 +275,9 @@ def _decoder(value: object) -> tuple[AddedToken, ...]:
 
 
 def _short(text: str, longest: int) -> str:
-    data = text.encode(errors="ignore")  # without halves of surrogate pairs, which JSON can name
+    """Return the text, which must be UTF-8 of at most `longest` bytes."""
+    # Halves of surrogate pairs, which JSON can name, are left out: the comparison then refuses the text.
+    data = text.encode(errors="ignore")
     if len(data) > longest or data.decode() != text:
         raise ValueError(f"a text of {len(text)} characters; expected at most {longest} bytes of UTF-8")
     return text
@@ -276,6 +291,7 @@ def _ids(value: object) -> tuple[int, ...]:
 
 
 def _kept(value: object, kind: type[_T]) -> _T:
+    """Return the value, which must be of this kind."""
     if not isinstance(value, kind):
         raise TypeError(f"{value!r:.100}; expected a value of kind {kind.__name__}")
     return value

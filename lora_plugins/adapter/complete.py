@@ -6,14 +6,16 @@ description of its model; out come the missing modules, or an error.
 
 PEFT trains every module that `target_modules` names. So a name without tensors, or a layer without tensors, was lost
 when the adapter was saved, converted or copied, or belongs to a base model with more layers; vLLM computes such a
-module as if untrained. Regular expressions and whole paths are not compared: another program's names. Nor are
+module as if untrained. Regular expressions and whole paths are not compared, as they are names of modules in another
+program. Not compared either are
 
 - parts of a fused module (`gate_up_proj`) without any part in the adapter: the model that PEFT trained may have the
   fused module whole, under a name that `target_modules` lacks (GLM-4);
 - modules with another name in the engine than in the checkpoint (Nemotron-H's `embeddings` is the engine's
   `embed_tokens`);
-- other layers' parts of a fused module but the first: models may have no keys or values in some layers, where the
-  engine's fused module has rows for keys and values all the same (Gemma 3n and 4).
+- the parts of a fused module after the first (`k_proj` and `v_proj` of `qkv_proj`), where other layers have them:
+  models may have no keys or values in some layers, where the engine's fused module has rows for keys and values all
+  the same (Gemma 3n and 4).
 
 A mixture of experts must be whole, of the model's sizes, and in a format that the engine takes. Source: how vLLM 0.32
 stacks and slices experts: `_create_merged_loras_inplace`, `_stack_moe_lora_weights` and `_convert_3d_to_2d_moe_lora`
@@ -34,8 +36,8 @@ from lora_plugins.errors import IncompatibleAdapter
 
 _EXAMPLES = 3
 REMEDY = "serve it with the base model that it was trained on"
-# Experts are checked by `check_experts`, all or none: `gate_proj` in `target_modules` does not mean experts that PEFT
-# sees as a single parameter. A classifier's head is saved whole.
+# Kinds of modules that may count as lost. Experts never do: `check_experts` checks them, all or none, as `gate_proj` in
+# `target_modules` does not mean experts that PEFT sees as a single parameter. A classifier's head is saved whole.
 _KINDS = frozenset({ModuleKind.LINEAR, ModuleKind.EMBEDDING, ModuleKind.HEAD})
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -45,7 +47,7 @@ class ReadPair:
     """The shapes of A and B of one module, as an engine reads the pair.
 
     Attributes:
-        name: the module's, as the engine reads the name off A's.
+        name: the engine's name for the module, which vLLM's own function finds by A's name.
         tensor: A's name in the file.
         a, b: shapes, `()` for a missing side.
         rank: the configuration's for the module.
@@ -64,20 +66,22 @@ def lost_modules(config: AdapterConfig, names: Collection[str], modules: ModelMo
     """Return modules of the engine that the adapter's configuration names, without tensors in the adapter.
 
     Args:
-        config: `trained` is empty where the configuration leaves layers or modules out on purpose.
+        config: nothing is lost where `trained` is empty: the configuration leaves layers or modules out on purpose, or
+            names them in another way.
         names: keys of `modules.places` with a pair in the adapter.
         modules: the engine's.
     """
     if not config.trained:
         return ()
-    # Of modules with a pair: last parts of names; names without numbers of layers; these of the fused modules.
+    # Of modules with a pair: the last parts of their names; their names without numbers of layers; and the names of the
+    # fused modules that they are parts of, without numbers of layers.
     leaves, layerless, fused = set[str](), set[str](), set[str]()
     for name in paced(names):
         leaves.add(_leaf(name))
         layerless.add(_layerless(name))
         fused.add(_layerless(modules.places[name].module))
     renamed = " ".join(_texts(modules.renames))
-    first_part: dict[str, str] = {}  # of each module of the engine
+    first_part: dict[str, str] = {}  # of each fused module: the name of its first part, such as `q_proj`
     missing = []
     for name, place in paced(modules.places.items()):
         if place.kind not in _KINDS:
@@ -86,10 +90,11 @@ def lost_modules(config: AdapterConfig, names: Collection[str], modules: ModelMo
         if name in names or _leaf(name) not in config.trained:
             continue
         if _leaf(name) in leaves:  # trained in other layers, or in another part of the model
+            # In another part, as a tower, the name may mean a module that PEFT did not see: not lost.
             is_lost = is_first and _layerless(name) in layerless
         elif _leaf(name) in renamed:  # the checkpoint may have another name for the module: nothing is known then
             is_lost = False
-        else:
+        else:  # trained nowhere: lost, unless it is one of several parts of a fused module that is trained nowhere
             is_lost = place.module == name or _layerless(place.module) in fused
         if is_lost:
             missing.append(name)
@@ -112,7 +117,7 @@ def some(names: Iterable[str]) -> str:
 
 
 def _texts(values: object) -> Iterator[str]:
-    """Yield all texts in plain values."""
+    """Yield all texts in plain values, however nested."""
     if isinstance(values, str):
         yield values
     elif isinstance(values, Mapping):
@@ -126,6 +131,7 @@ def _leaf(name: str) -> str:
 
 
 def _layerless(name: str) -> str:
+    """Return the name with `*` in the place of numbers: equal for the same module of all layers."""
     return _NUMBER.sub("*", name)
 
 
@@ -135,13 +141,13 @@ def check_experts(pairs: Mapping[str, ReadPair], modules: ModelModules, elsewher
     Args:
         pairs: by the names of `modules.places`; other kinds of modules may be among the names.
         modules: the engine's.
-        elsewhere: names that other workers load.
+        elsewhere: names of experts that other workers load, so that they may be missing here.
         about: the base models that the adapter names and the server serves.
 
     Raises:
         IncompatibleAdapter: other shapes than the model's, or experts with a missing part.
     """
-    found: dict[str, set[bool]] = {}
+    found: dict[str, set[bool]] = {}  # by the module of the experts: whether its pairs are stacked, or one by one
     for name, pair in paced(pairs.items()):
         place = modules.places.get(name)
         if place is None or place.kind is not ModuleKind.EXPERTS:
@@ -174,7 +180,7 @@ def check_experts(pairs: Mapping[str, ReadPair], modules: ModelModules, elsewher
 
 
 def _shapes(place: ModulePlace, modules: ModelModules, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of A and B of a place for experts."""
+    """Return the shapes that A and B of this rank have in a place for experts."""
     # Experts always have both sizes; 0 matches no tensor.
     inputs, outputs = place.in_features or 0, place.out_features or 0
     experts = modules.experts[place.module]

@@ -3,7 +3,7 @@
 `parse_config` runs wherever an adapter is read: in the reading process (`lora_plugins/verification`), in
 `lora-plugins inspect`, and in workers, which read the canonical file in the store (`canonical.py`). In go the bytes of
 the file; out comes an `AdapterConfig`, or the error that refuses the adapter. The bytes are untrusted: every length,
-number and text is bounded here. AdaLoRA and IA3 are read as LoRA with a mark in `AdapterConfig.beside`.
+number and text is bounded here. AdaLoRA and IA3 are read as LoRA, and `AdapterConfig.beside` says which of them it is.
 
 Source: `vllm/lora/peft_helper.py` of vLLM 0.32 and 0.33 (identical), `peft/tuners/lora/config.py` of PEFT 0.21.
 """
@@ -72,16 +72,17 @@ class AdapterConfig:
     """The part of an adapter's configuration that defines how its tensors are read.
 
     Attributes:
-        rank: `r`, where `rank_pattern` has no other.
+        rank: `r`, of modules for which `rank_pattern` has no other rank. alpha: `lora_alpha`, in the same way.
         targets: module names (a set), a regular expression (a string), or None where the file leaves targets open, or
-            has further keys that leave modules out; vLLM reads the weights alone.
+            has further keys that leave modules out. Only for finding lost modules: vLLM reads the weights alone.
         base_model: `base_model_name_or_path`, or None without the key.
         trained: the plain names of modules in `targets`, all of which must have tensors; empty where unknown.
-        peft_version: of the PEFT whose layout stacked experts have, or of another with this layout; None where unknown.
+        peft_version: a version of PEFT with the layout that stacked experts have here, not always the version that
+            wrote the file; None where unknown.
         token_ids: `trainable_token_indices`, the ids of rows in order, by the end of a module's name; `""` stands for
             the model's embedding.
-        beside: keys that give modules more than A and B: `use_dora`, `lora_bias`, `bias`, AdaLoRA's `peft_type`; IA3's,
-            which gives modules no A and B, and has rank 1 for an engine that asks for a rank.
+        beside: keys that give modules more than A and B: `use_dora`, `lora_bias`, `bias`, `ADALORA`; or `IA3`, which
+            gives modules factors without A and B, and has rank 1 for an engine that asks for a rank.
     """
 
     rank: int
@@ -112,6 +113,7 @@ class AdapterConfig:
 
     def tokens_of(self, module: str) -> tuple[int, ...]:
         """Return the ids of the trained tokens of a module, by the module's name in the checkpoint."""
+        # `""` stands for the embedding, and matches every module: PEFT then trains tokens of the embedding alone.
         named = (ids for name, ids in self.token_ids.items() if f".{module}".endswith(f".{name}" if name else ""))
         return next(named, ())
 
@@ -122,6 +124,7 @@ class AdapterConfig:
             InvalidAdapter: see `PatternBudget.matches`.
         """
         budget = PatternBudget()
+        # No module has the empty name: the calls only have every pattern compiled and matched.
         self.ranks()("", budget)
         self.alphas()("", budget)
 
@@ -134,6 +137,7 @@ class AdapterConfig:
         return alpha * (self._divisor(new_rank) / self._divisor(rank))
 
     def _divisor(self, rank: int) -> float:
+        """Return the number by which alpha is divided: the rank, or its square root with rsLoRA."""
         return math.sqrt(rank) if self.use_rslora else rank
 
 
@@ -155,6 +159,7 @@ def parse_config(data: bytes) -> AdapterConfig:
     if (foreign_keys := foreign_config(raw)) is not None:
         raise foreign_keys
     kind = raw.get("peft_type") or "LORA"  # vLLM does not read the key
+    # For each known method: the function that gives the keys of an equal LoRA.
     as_lora = _AS_LORA.get(kind.upper()) if isinstance(kind, str) else None
     if as_lora is None:
         raise IncompatibleAdapter(
@@ -166,7 +171,7 @@ def parse_config(data: bytes) -> AdapterConfig:
     targets = _required(raw, "target_modules")
     if targets is not None and not isinstance(targets, str):
         targets = frozenset(_text_list("target_modules", targets))
-    # With such a key a target may lack tensors on purpose, so targets say nothing about completeness.
+    # With one of these keys a target may lack tensors on purpose, so targets say nothing about completeness.
     if any(raw.get(key) is not None for key in _LEAVE_OUT):
         targets = None
     config = AdapterConfig(
@@ -248,7 +253,10 @@ def _required(raw: Mapping[str, Any], key: str) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Return `r: 4.0`, which vLLM takes, as 4; in `rank_pattern` vLLM takes whole numbers only."""
+    """Return 4 for 4.0, which vLLM takes as `r`, and any other value as it is, for `_rank` to refuse.
+
+    In `rank_pattern` vLLM takes whole numbers only, so its values do not come here.
+    """
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -259,15 +267,15 @@ def _rank(key: str, value: Any) -> int:
 
 
 def _alpha(key: str, value: Any) -> float:
-    # Below 0 as well: a negative alpha takes the trained part away, as in PEFT and vLLM. NaN, infinity and whole
-    # numbers beyond every float are not at most the largest float.
+    # Below 0 as well: a negative alpha takes the trained part away, as in PEFT and vLLM. The comparison refuses NaN,
+    # infinity, and whole numbers that no float can hold.
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
         return float(value)
     raise malformed(f"{key} {_short(value)}", "a number")
 
 
 def _of_kind(raw: Mapping[str, Any], key: str, kind: type[T], expected: str) -> T | None:
-    """Return the value of a key that may be missing or null."""
+    """Return the value of a key, which must be of this kind; None where the key is missing or null."""
     value = raw.get(key)
     if value is None or isinstance(value, kind):
         return value
@@ -282,10 +290,12 @@ def _by_module(raw: Mapping[str, Any], key: str, number: Callable[[str, Any], T]
 def _of_adalora(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a LoRA that scales as AdaLoRA does, by alpha / (init_r + 0.00001) whatever rank is left.
 
-    An alpha of 0 stands for the rank that is left.
+    AdaLoRA begins with `init_r` ranks in each module and prunes some; `rank_pattern` says which are left. An alpha of
+    0 or less stands for the rank that is left.
 
     Source: `SVDLinear` and `AdaLoraModel.resize_modules_by_rank_pattern` in peft/tuners/adalora, PEFT 0.21.
     """
+    # In PEFT's file, a module's ranks are a list with true for each rank that is left.
     kept = _by_module(raw, "rank_pattern", lambda _, ranks: sum(map(bool, ranks)) if isinstance(ranks, list) else ranks)
     ranks = {name.removeprefix("base_model.model.").removesuffix(".lora_E"): rank for name, rank in kept.items()}
     rank, alpha = _rank("init_r", _whole(_required(raw, "init_r"))), _alpha("lora_alpha", _required(raw, "lora_alpha"))
@@ -296,6 +306,7 @@ def _of_adalora(raw: dict[str, Any]) -> dict[str, Any]:
             remedy="merge the adapter into the base model, or train it again with a larger target_r",
         )
     ranks = {name: _rank(f"rank_pattern[{name!r}]", of) for name, of in ranks.items()}
+    # The alpha that, divided by the rank that is left as LoRA does, gives AdaLoRA's scaling.
     scaled = {of: (alpha if alpha > 0 else of) * of / (rank + 1e-5) for of in {rank, *ranks.values()}}
     return raw | {
         "r": rank,
@@ -308,7 +319,7 @@ def _of_adalora(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_ia3(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys that PEFT's `IA3Config` reads, as those of a LoRA without pairs."""
+    """Return the keys that PEFT's `IA3Config` reads, with rank and alpha 1, which no pair uses."""
     kept = {key: raw[key] for key in _KEYS_OF_IA3 if key in raw}
     return {**kept, "r": 1, "lora_alpha": 1, OUR_KEY: [IA3]}
 
@@ -332,7 +343,10 @@ def _beside(raw: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _plain_names(targets: frozenset[str] | str | None) -> frozenset[str]:
-    """Return the targets that are the last part of a module's name; none where too many for kinds of modules."""
+    """Return the targets that are the last part of a module's name, such as `q_proj`.
+
+    A model has few kinds of modules: more targets than `_MAX_KINDS` are names of single modules, and none is returned.
+    """
     if not isinstance(targets, frozenset) or len(targets) > _MAX_KINDS:
         return frozenset()
     return frozenset(name for name in targets if name and "." not in name and len(name) <= _MAX_KINDS)
@@ -345,9 +359,10 @@ def _text_list(key: str, value: Any) -> list[str]:
 
 
 def _token_ids(value: Any) -> dict[str, tuple[int, ...]]:
-    """Return the ids of trained tokens by module; PEFT takes a list of ids for the embedding's."""
+    """Return the ids of trained tokens by module; PEFT takes a list without a module for the embedding (`""` here)."""
     by_module = value if isinstance(value, dict) else {"": value}
     for ids in by_module.values():
+        # By `type`: true and false are whole numbers to `isinstance`.
         is_list = isinstance(ids, list) and 0 < len(ids) <= _MAX_TOKENS
         if not is_list or not all(type(one) is int and 0 <= one < 1 << 31 for one in ids) or len({*ids}) < len(ids):
             raise malformed(
@@ -359,6 +374,7 @@ def _token_ids(value: Any) -> dict[str, tuple[int, ...]]:
 
 def _peft_version(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
     """Return the version of PEFT that wrote the weights, as far as experts show; None where the file leaves it open."""
+    # What the owner or our canonical file says about the layout wins over what PEFT's keys show.
     said = _version(str(raw.get(LAYOUT_KEY, "")).removeprefix("peft-"))
     if said is not None or not raw.keys() >= _KEYS_OF_PEFT:
         return said
@@ -366,11 +382,13 @@ def _peft_version(raw: Mapping[str, Any]) -> tuple[int, ...] | None:
     named = _version(str(raw.get("peft_version")))
     if named is None:
         return None if since == (0, 19, 0) else since  # 0.19.0 and 0.19.1 lay experts out differently
-    # A later PEFT that loads an adapter keeps the name of the version, and takes experts for its own.
+    # A later PEFT that loads and saves an adapter leaves the old `peft_version` in the file, but lays experts out in
+    # its own way. So a version older than the keys of the file says nothing of the layout.
     return named if named >= since else None
 
 
 def _version(text: str) -> tuple[int, ...] | None:
+    """Return the numbers of a version; None for any other text, and for 0.19.1.dev, which may have either layout."""
     match = _PEFT_VERSION.match(text)
     return match and tuple(int(number or 0) for number in match.groups())
 

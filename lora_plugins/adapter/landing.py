@@ -4,8 +4,8 @@
 each worker, on the weights that vLLM has read. In go the adapter's pairs, by names and shapes, and the engine's
 description of its model; out come notes on modules left out, or the error that names the modules.
 
-vLLM's own function reads names, with the model's own mapping; the caller hands the function in, and nothing of vLLM is
-imported here.
+vLLM's own function reads names, with the model's own mapping; the caller passes the function (`Model.read_name`), and
+nothing of vLLM is imported here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ReadName = Callable[[str], tuple[str, bool]]
 # A module's name → its name in another version of Transformers.
 Respell = Callable[[str], str]
 
-# Why modules take no adapter, in words after "modules"; None stands for modules that the model lacks.
+# Why modules take no adapter, as the end of a sentence that begins with "modules"; None: the model lacks the modules.
 _FOUND = {
     None: "that the model does not have",
     Unadapted.TOWER: "of the multimodal tower or connector, which need --enable-tower-connector-lora",
@@ -39,6 +39,7 @@ _FOUND = {
     Unadapted.UNCALLED: "that this engine never computes with an adapter",
     Unadapted.OTHERWISE: "that this engine turns or scales, and an adapter of them not",
 }
+# Of modules that the model has, but whose adapters this engine would compute wrongly or not at all.
 _COMPUTED_OTHERWISE = (Unadapted.UNCALLED, Unadapted.OTHERWISE)
 _REMEDIES = {  # by the same reasons
     None: REMEDY,
@@ -67,7 +68,7 @@ class Model:
 
     @functools.cached_property
     def form(self) -> str:
-        """A key of all facts that decide into which form an adapter is brought."""
+        """A digest of all facts that decide how adapters are converted: equal digests, equal conversions."""
         return hashlib.sha256(json.dumps(self.modules.plain(), sort_keys=True).encode()).hexdigest()
 
 
@@ -75,17 +76,18 @@ def check_landing(weights: Weights, model: Model, about: str, *, refuse_unmatche
     """Compare an adapter's tensors with the engine's modules, before the engine gets the adapter; return notes.
 
     Args:
-        weights: the adapter's pairs.
-        model: the engine's.
+        weights: the adapter's tensors.
+        model: the engine's description.
         about: the base models that the adapter names and the server serves, for errors.
         refuse_unmatched: as for `check_pairs`.
 
     Raises:
         IncompatibleAdapter, InvalidAdapter: as `check_pairs`.
     """
+    # Skipped pairs are pairs that vLLM itself leaves out on purpose.
     pairs = [_read(pair, model) for pair in paced(weights.pairs) if not model.modules.skips(pair.a.name)]
     notes: tuple[str, ...] = ()
-    if weights.pairs:
+    if weights.pairs:  # IA3 has none
         notes = check_pairs(pairs, model.modules, about=f" ({about})", refuse_unmatched=refuse_unmatched)
     _check_vocabulary(weights, model.modules)
     _check_heads(weights, model.modules, f" ({about})")
@@ -122,10 +124,11 @@ def check_pairs(
 
     Args:
         pairs: of the adapter.
-        modules: the engine's, or the modules of a stage.
+        modules: the engine's, or in a worker the modules of its stage of a pipeline.
         about: added to the findings of errors.
         elsewhere: names of experts that other workers load.
-        is_whole_model: whether a name that is none of `modules` is nowhere in the model.
+        is_whole_model: whether `modules` are all of the model's; false for a stage, whose worker does not know the
+            other stages' modules.
         refuse_unmatched: refuse an adapter with some modules that the model lacks; an adapter without any matching
             module is always refused.
 
@@ -159,14 +162,15 @@ def check_pairs(
     lost = [name for name in unmatched if is_whole_model or modules.why_unadapted(name) in _COMPUTED_OTHERWISE]
     if matched and not lost:
         return ()
+    # Without any match, the error names all unmatched modules, even those that another stage may have.
     error = _mismatch(lost or unmatched, len(matched) + len(unmatched), modules, about)
     if refuse_unmatched or not matched:
         raise error
-    return (f"served without {error.found}",)  # the setting LORA_PLUGINS_UNMATCHED=warn
+    return (f"served without {error.found}",)  # with LORA_PLUGINS_UNMATCHED=warn, a note and no error
 
 
 def _check_copies(matched: Mapping[str, ReadPair], modules: ModelModules) -> None:
-    """Refuse a pair for a weight that the engine has twice, without one for the other: half of the adapter's effect."""
+    """Refuse a pair for one of two modules that share a weight, without a pair for the other: half of the effect."""
     for name, copy in modules.copies.items():
         if name in matched and copy not in matched:
             raise IncompatibleAdapter(
@@ -198,7 +202,7 @@ def _mismatch(unmatched: Sequence[str], total: int, modules: ModelModules, about
 
 
 def _cause(names: Sequence[str]) -> tuple[str, str] | None:
-    """Return the part of unmatched names that the adapter's writer made, and a remedy; None without such a part."""
+    """Return why names do not match, with a remedy, where the program that wrote the adapter explains it; else None."""
     wrappers = wrappers_in(names)
     if wrappers:
         held = "save it again from the model that the wrapper holds, or take these out of its keys; where it does not"
@@ -208,6 +212,7 @@ def _cause(names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _check_matrices(pair: ReadPair) -> None:
+    """Refuse A and B that are no two matrices of one rank."""
     if len(pair.a) == len(pair.b) == 2 and pair.a[0] == pair.b[1]:
         return
     shapes = " and ".join(str(shape) if shape else "nothing" for shape in (pair.a, pair.b))
@@ -215,6 +220,7 @@ def _check_matrices(pair: ReadPair) -> None:
 
 
 def _check_sizes(pair: ReadPair, place: ModulePlace, about: str) -> None:
+    """Refuse other sizes than the place's; None in a place stands for a size that any pair fits."""
     inputs, outputs = pair.a[1], pair.b[0]
     has_fewer = place.max_out_features and place.out_features is not None and outputs < place.out_features
     if place.in_features in (None, inputs) and (place.out_features in (None, outputs) or has_fewer):
@@ -230,6 +236,7 @@ def _check_sizes(pair: ReadPair, place: ModulePlace, about: str) -> None:
 
 def _more_words(inputs: int, outputs: int, place: ModulePlace) -> int:
     """Return how many words were added, if added words alone keep a head or an embedding from fitting; otherwise 0."""
+    # The vocabulary is on the side of a head's outputs, and of an embedding's inputs.
     if place.kind is ModuleKind.HEAD:
         has_other_features, words, its_words = inputs != place.in_features, outputs, place.out_features
     elif place.kind is ModuleKind.EMBEDDING:
@@ -252,6 +259,7 @@ def _check_looked_up(name: str, pair: ReadPair, place: ModulePlace, modules: Mod
 def _check_vocabulary(weights: Weights, modules: ModelModules) -> None:
     """Refuse a resized vocabulary: vLLM leaves copies of the base model's embeddings out, and computes with its own."""
     for tensor in weights.others:
+        # An unknown size of the vocabulary (None) refuses nothing.
         is_wanted = modules.vocabulary is None or modules.vocabulary in tensor.shape
         if is_copy_of_embeddings(tensor) and not is_wanted:
             raise IncompatibleAdapter(
@@ -280,6 +288,7 @@ def _check_heads(weights: Weights, modules: ModelModules, about: str) -> None:
                 expected=f"an adapter for {modules.architecture}, {known}",
                 remedy="serve it on a server of the classifier that it was trained on",
             )
+        # A weight is (labels, features), a bias (labels).
         wanted = (place.in_features,) if part == "weight" else ()
         if features != wanted or (labels != place.out_features and not place.max_out_features):
             raise IncompatibleAdapter(
@@ -290,6 +299,6 @@ def _check_heads(weights: Weights, modules: ModelModules, about: str) -> None:
 
 
 def _alike(unmatched: Sequence[str], modules: ModelModules) -> Iterable[str]:
-    """Return the model's modules with the last part of the first unmatched name; without such, all of its modules."""
+    """Return the model's modules whose last part is the first unmatched name's; all modules where none has."""
     last = {name.rsplit(".", 1)[-1] for name in unmatched[:1]}
     return [name for name in modules.places if name.rsplit(".", 1)[-1] in last] or modules.places

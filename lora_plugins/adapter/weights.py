@@ -10,9 +10,9 @@ has the adapter's name in its keys as well, `.lora_A.default.weight`, and SkyRL'
 (`get_expert_key` in skyrl/tx/utils/models.py, 0.3.0); vLLM reads neither (`adapter/layouts`).
 Shapes: A `(rank, in)`, B `(out, rank)`.
 
-Beside A and B, a module may have tensors that vLLM does not read (`Beside`), such as
+Beside A and B, a module may have tensors that vLLM does not read (`Beside`; `BesideKind` lists them), such as
 `.token_adapter.trainable_tokens_delta`, the rows of trained tokens, `(tokens, features)`. DoRA, AdaLoRA and `lora_bias`
-have such a tensor for each pair; IA3 has no pairs, but such tensors alone.
+have one tensor of their kind for each pair; an adapter of IA3 has no pairs, only tensors of its kind.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ class LoraPair:
     """A (shrink, `(rank, in)`) and B (expand, `(out, rank)`) of one module.
 
     Attributes:
+        module: the name in the file, without `base_model.model.`.
         rank, alpha: the configuration's for the module.
-        is_looked_up: whether the pair is an embedding's.
+        is_looked_up: whether the pair is an embedding's: A is looked up by token ids, not multiplied.
     """
 
     module: str
@@ -119,7 +120,7 @@ class Beside:
 
     @property
     def name_of_a(self) -> str:
-        """The name that the module's A has or would have, off which an engine reads the module."""
+        """The name of the module's A, present or not: from A's name, vLLM's own function finds the engine's module."""
         return f"{PREFIX}{self.module}.lora_A.weight"
 
 
@@ -128,9 +129,10 @@ class Weights:
     """The tensors of an adapter.
 
     Attributes:
-        others: whole modules: a classifier's head, and copies of the base model's embeddings, which vLLM leaves out.
-        name_in_keys: the adapter's name, where the keys have a name.
-        beside: what modules have beside A and B.
+        others: tensors of whole modules: a classifier's head, and copies of the base model's embeddings, which vLLM
+            leaves out.
+        name_in_keys: the adapter's name in its keys (`.lora_A.default.weight`); None where keys have no name.
+        beside: tensors that modules have beside A and B, or without them.
     """
 
     pairs: tuple[LoraPair, ...]
@@ -143,9 +145,10 @@ def pair_weights(tensors: Iterable[TensorInfo], config: AdapterConfig) -> Weight
     """Pair every A with its B and check ranks against the configuration.
 
     Raises:
-        InvalidAdapter: an A without its B, ranks that disagree, no pair at all; with IA3, a pair or no factors.
+        InvalidAdapter: an A without its B, ranks that disagree, no pair at all; for IA3, a pair, or no factor.
         IncompatibleAdapter: a tensor that vLLM cannot apply.
     """
+    # By module, and whether the pair is an embedding's: the tensors by side, "A" and "B".
     sides: dict[tuple[str, bool], dict[str, TensorInfo]] = {}
     others, names = [], set()
     beside: list[Beside] = []
@@ -198,16 +201,17 @@ def beside_of(tensor: TensorInfo) -> Beside | None:
     The name may have the adapter's name in it, or not.
     """
     found = _BESIDE.fullmatch(_without_prefix(tensor.name))
-    # A classifier's whole head is vLLM's.
+    # A bias of a classifier's head belongs to the whole head, which vLLM reads itself.
     if found is None or (found["BIAS"] and found["module"].rpartition(".")[2] in CLASSIFIER_HEADS):
         return None
     kind = BesideKind[str(found.lastgroup)]
+    # The pattern cannot tell both kinds of IA3 apart: the shape does.
     is_row = kind is BesideKind.OUTPUTS and tensor.shape[:1] == (1,)
     return Beside(found["module"], BesideKind.INPUTS if is_row else kind, tensor)
 
 
 def check_beside(beside: Iterable[Beside], config: AdapterConfig, pairs: Iterable[LoraPair]) -> tuple[Beside, ...]:
-    """Return the tensors beside A and B, which the configuration must name, or PEFT would leave them out.
+    """Return the tensors beside A and B, once checked: PEFT leaves out tensors that the configuration does not name.
 
     Raises:
         IncompatibleAdapter: a tensor that the configuration does not name.
@@ -229,7 +233,7 @@ def check_beside(beside: Iterable[Beside], config: AdapterConfig, pairs: Iterabl
 def _check_of_kind(
     kind: BesideKind, tensors: Mapping[str, Beside], config: AdapterConfig, of_pairs: Mapping[str, LoraPair]
 ) -> None:
-    """Check the tensors of one kind, by module: the configuration has their key, and their shapes are the pairs'."""
+    """Check the tensors of one kind, by module: the configuration has the key, and shapes fit the modules' pairs."""
     for module, one in paced(tensors.items()):
         name, shape = one.tensor.name, one.tensor.shape
         if kind.key not in config.beside:
@@ -244,12 +248,13 @@ def _check_of_kind(
             raise malformed(f"tensor '{name}' of shape {list(shape)}", wanted)
     # A bias may be of some modules only; every other kind is of each module with A and B.
     is_of_each = kind.key in config.beside and kind is not BesideKind.BIAS
+    # IA3 has no pairs, so no module counts as lost.
     if is_of_each and (lost := next((module for module in of_pairs if module not in tensors), None)):
         raise malformed(f"no tensor '{kind}' of module '{lost}'", f"one, by {kind.key}")
 
 
 def _shape_of_kind(kind: BesideKind, shape: tuple[int, ...], pair: LoraPair | None) -> tuple[int, ...]:
-    """Return the shape that a tensor of this shape should have; `()` where none may be without A and B."""
+    """Return the shape that a tensor found with `shape` should have; `()` where a module without A and B has none."""
     if kind.key == IA3:
         return (1, shape[-1]) if kind is BesideKind.INPUTS else (*shape[:1], 1)
     if pair is None:
@@ -258,6 +263,7 @@ def _shape_of_kind(kind: BesideKind, shape: tuple[int, ...], pair: LoraPair | No
 
 
 def _check_tokens(tensors: Mapping[str, Beside], config: AdapterConfig) -> None:
+    """Check the rows of trained tokens, by module: one row for each id, and every list of ids has its rows."""
     for one in tensors.values():
         name, shape, ids = one.tensor.name, one.tensor.shape, config.tokens_of(one.module)
         if not ids:
@@ -272,7 +278,8 @@ def _check_tokens(tensors: Mapping[str, Beside], config: AdapterConfig) -> None:
                 expected=f"one tensor of {len(ids)} rows, by trainable_token_indices",
                 remedy=_SAME_TRAINING,
             )
-    # By ids, not by module: PEFT saves no rows of a head that shares the embedding's, and their ids are equal.
+    # By ids, not by module: PEFT saves no rows for a head that shares its weight with the embedding, but lists the same
+    # ids for both.
     saved = {config.tokens_of(module) for module in tensors}
     if lost := [module for module, ids in config.token_ids.items() if ids not in saved]:
         raise malformed(
@@ -321,11 +328,12 @@ def _split(name: str) -> tuple[str, str, bool, str | None]:
 
 
 def _without_prefix(name: str) -> str:
-    # As vLLM's `parse_fine_tuned_lora_name`, which replaces every occurrence.
+    # As vLLM's `parse_fine_tuned_lora_name`, which replaces every occurrence of the prefix.
     return name.replace(PREFIX, "") if name.startswith(PREFIX) else name
 
 
 def _pair(module: str, sides: dict[str, TensorInfo], rank: int, alpha: float, is_looked_up: bool) -> LoraPair:
+    """Return the pair of these tensors, by side; only experts may have three dimensions, see `adapter/layouts`."""
     if len(sides) != 2:
         (side,) = sides
         raise malformed(f"lora_{side} of module '{module}' alone", "lora_A and lora_B for every module")
@@ -353,10 +361,11 @@ def parameter_of(module: str) -> str:
 
 
 def _check_wrapped(pairs: Iterable[LoraPair], values_of: Callable[[str], tuple[int, float]]) -> None:
-    """Refuse patterns that a wrapper in a name keeps from matching: the training may have matched or not."""
+    """Refuse patterns that match a name only without its wrappers, as `_orig_mod`: the training may have used both."""
     for pair in paced(pairs):
         if "._" not in pair.module:
-            # A wrapper's part begins with `_`, as `_orig_mod`; `module` is one only in front of all other parts.
+            # A wrapper's part of a name begins with `_`. `module`, a wrapper in front of all other parts, does not
+            # matter: patterns match the ends of names.
             continue
         name = parameter_of(unwrapped(pair.module))
         if values_of(name) != (pair.rank, pair.alpha):
@@ -368,6 +377,7 @@ def _check_wrapped(pairs: Iterable[LoraPair], values_of: Callable[[str], tuple[i
 
 
 def _check_ranks(pairs: Iterable[LoraPair]) -> None:
+    """Refuse a pair whose shapes have another rank than the configuration's."""
     for pair in paced(pairs):
         if pair.is_experts:
             continue  # only the model says how many experts a tensor stacks

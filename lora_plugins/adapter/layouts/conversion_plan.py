@@ -5,8 +5,8 @@ the engine's modules (`verify.fit_adapter`). In go the pairs by names and shapes
 model; out comes a `Conversion`: kept tensors, new tensors with their sources and moves, and a changed configuration.
 Nothing is read or written here: `writing.py` writes the tensors in the reading process.
 
-First each rule (`_RULES`) takes the pairs that it knows. If pairs are left, other spellings of all names are tried, and
-a spelling counts only if every tensor lands by it.
+First each rule (`_RULES`) takes the pairs whose form the rule knows. If pairs are left, other spellings of all names
+are tried, and a spelling counts only if every tensor lands by it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Conversion:
     Attributes:
         weights: the adapter's pairs, including pairs that are still to be written.
         config: with ranks and alphas by which each pair computes the same as before.
-        kept: unchanged tensors. made: pairs that are still to be written. vectors: what made pairs have beside.
+        kept: unchanged tensors. made: pairs that are still to be written.
+        vectors: tensors beside A and B of the made pairs, such as biases and magnitudes, still to be written.
         changes: a line for each kind of change; empty where the adapter has the engine's form already.
     """
 
@@ -73,9 +74,11 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
     names.exchanged = experts.exchanged(weights.pairs, names)
     if names.exchanged:  # every rule writes the present layout
         config = replace(config, peft_version=experts.FIRST_PRESENT)
+    # Landed pairs are in the engine's form already; the pairs that are left need a rule.
     landed: list[LoraPair] = []
     left: list[LoraPair] = []
     # AdaLoRA's pairs are always made again: the engine has no place for the singular values beside A and B.
+    # `factors` has the singular values (`lora_E`) by the name of A.
     factors = {pair.a.name: factor for pair, factor in _with(BesideKind.SINGULAR, weights)}
     for pair in paced(weights.pairs):
         (landed if names.lands(pair) and pair.a.name not in factors else left).append(pair)
@@ -99,13 +102,16 @@ def plan_conversion(weights: Weights, config: AdapterConfig, model: Model) -> Co
 def _conversion(
     unchanged: Sequence[LoraPair], made: Sequence[NewPair], weights: Weights, config: AdapterConfig, changes: list[str]
 ) -> Conversion:
-    """Return the conversion with these pairs, and with what modules have beside A and B; nothing without changes.
+    """Return the conversion with these pairs, and with what modules have beside A and B.
+
+    Without `changes`, and with all weights in one file, the result has nothing to write: the adapter as it is.
 
     Raises:
         InvalidAdapter: two pairs are for one module: a rule may make a pair for a module that another pair has.
         IncompatibleAdapter: as `_vectors`.
     """
     vectors = list(_vectors(made, weights))
+    # Modules whose pairs a rule has taken: `vectors` has their tensors beside A and B, under the new modules' names.
     taken = {pair.module for pair in weights.pairs} - {pair.module for pair in unchanged}
     beside = tuple(one for one in weights.beside if one.module not in taken and one.kind is not BesideKind.SINGULAR)
     others = (*weights.others, *(one.tensor for one in beside))
@@ -131,12 +137,16 @@ def _conversion(
 
 
 def _of_factors(weights: Weights, config: AdapterConfig, model: Model) -> Conversion:
-    """Plan the conversion of IA3's factors, which move as the only column of a B of their module would."""
+    """Plan the conversion of IA3's factors, which move as the only column of a B of their module would.
+
+    Each factor gets a pair that exists only for the plan, of rank 1, with the factor as B and an A that no file has.
+    """
     pairs = [
         LoraPair(one.module, replace(one.tensor, name=one.name_of_a), one.tensor, 1, 1.0)
         for one in paced(weights.beside)
         if ".experts" not in one.module
     ]
+    # The names of the invented As, which must not count as tensors to keep.
     made_up = {pair.a.name for pair in pairs}
     found = plan_conversion(replace(weights, pairs=tuple(pairs)), replace(config, beside=frozenset()), model)
     kept = {one.name: one for one in paced(found.kept) if one.name not in made_up}
@@ -153,6 +163,7 @@ class _ByRules:
 
 
 def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Respell]) -> _ByRules:
+    """Apply every rule to the pairs, first under their own names and then under each of `respellings`."""
     left = list(pairs)
     made: list[NewPair] = []
     changes: Counter[str] = Counter()
@@ -165,7 +176,7 @@ def _by_rules(pairs: Sequence[LoraPair], names: Names, respellings: Sequence[Res
                 gone |= {pair.a.name for pair in taken}
                 made += new
                 changes[text] += len(new)
-            # By A's name in the file: a spelling changes modules' names, never tensors' names.
+            # A's name in the file identifies a pair: a spelling changes modules' names, never tensors' names.
             left = [pair for pair in left if pair.a.name not in gone]
     return _ByRules(left, made, changes)
 
@@ -184,9 +195,10 @@ def _vectors(made: Iterable[NewPair], weights: Weights) -> Iterator[tuple[Beside
                 continue
             move, outputs = new.b.make, (new.b.info.shape[0], *sources[0].shape[1:])
             is_whole = len(sources) == len(new.b.sources)
-            if isinstance(move, Part) and not move.shape:
+            if isinstance(move, Part) and not move.shape:  # some rows of one B, without another order of axes
                 rows: Move = Part(move.slices[:1])
-            # B has zeros for parts that are not adapted, and so has its bias; no magnitude is 0.
+            # Several Bs are placed in one. Rows without an element would be 0: right for a bias of a part that is not
+            # adapted, and wrong for a magnitude, which is a norm.
             elif (
                 isinstance(move, Placed)
                 and is_whole
@@ -211,13 +223,14 @@ def _with(kind: BesideKind, weights: Weights) -> Iterator[tuple[LoraPair, Tensor
 
 
 def _multiplied(a: NewTensor, factors: Mapping[str, TensorInfo]) -> NewTensor:
+    """Return A with each source multiplied by its singular values, whose tensors follow the sources (`Scaled`)."""
     sources = (*a.sources, *(factors[source.name] for source in a.sources))
     move = Scaled(cast("Part | Placed", a.make), tuple(source.dtype for source in sources))
     return NewTensor(replace(a.info, dtype="F32"), sources, move)
 
 
 def _copies(landed: Sequence[LoraPair], made: Sequence[NewPair], names: Names) -> Iterator[NewPair]:
-    """Yield a pair for each module whose weight is another module's, which the adapter has a pair for."""
+    """Yield a pair for each module that shares its weight with an adapted module, and that no pair is for."""
     if not names.model.modules.copies:
         return
     new = [*(_same(pair.module, pair) for pair in paced(landed)), *made]
@@ -241,7 +254,8 @@ def _spelled(
             made = [*plan.made, *_copies(landed, plan.made, names)]
             if not plan.left and _fit(landed, made, weights, model):
                 plan.changes[text] += sum(respell(pair.module) != pair.module for pair in left)
-                del plan.changes[_RENAMED]
+                del plan.changes[_RENAMED]  # the spelling's own text says so already
+                # Spellings that lead to the same modules are one.
                 found[tuple(names.read(new.module) for new in plan.made)] = plan
         # Two spellings that fit would be a guess: refuse instead.
         if len(found) == 1:
@@ -265,7 +279,8 @@ def _spellings(left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Name
         inner = _then(inner, partial(_TINKERS_HEAD.sub, "lm_head"))
     if texts:
         yield [(inner, ", ".join(texts))]
-    # Then the adapter has this model's names, and further modules.
+    # Where some pairs land with numbers of layers, or the model has a module that it cannot adapt, the adapter's names
+    # are this model's: another prefix is not the cause, and would be a guess.
     if any(_NUMBERED.match(pair.module) for pair in landed) or any(
         names.model.modules.why_unadapted(names.read(pair.module)) for pair in left
     ):
@@ -278,6 +293,7 @@ def _spellings(left: Sequence[LoraPair], landed: Sequence[LoraPair], names: Name
 
 
 def _then(first: Respell, second: Respell) -> Respell:
+    """Return the spelling that applies `first`, and then `second` to the result."""
     return lambda module: second(first(module))
 
 
@@ -287,22 +303,24 @@ def _prefixes(modules: Sequence[str], names: Names) -> Iterator[tuple[str, str]]
     old = {match["prefix"] for match in found}
     if old != {_MODEL}:
         yield "", _MODEL
-    if old in ({""}, {_MODEL}):
+    if old in ({""}, {_MODEL}):  # the adapter's layers are all below one of these two prefixes
         layers = {match["layers"] for match in found}
         (before,) = old
         others = (_NUMBERED.match(name) for name in paced(names.model.modules.places))
         known = {match["prefix"] for match in others if match and match["layers"] in layers}
+        # The engine's prefixes of layers with the same name; the pair left out was yielded above.
         yield from ((before, new) for new in sorted(known - {before}) if (before, new) != ("", _MODEL))
 
 
 def _moved(old: str, new: str, module: str) -> str:
-    """Return the name below the other prefix; a head is beside `model.`, not below."""
+    """Return the name with the prefix `new` in the place of `old`; without `old`, a head's name, beside `model.`."""
     if module.startswith(old):
         return new + module.removeprefix(old)
     return new.removesuffix(_MODEL) + module
 
 
 def _fit(landed: Sequence[LoraPair], made: Sequence[NewPair], weights: Weights, model: Model) -> bool:
+    """Return whether every pair, landed or made, has a module of the model with its sizes."""
     try:
         if any(one.kind.key == IA3 for one in weights.beside):  # the pairs are made up, see `_of_factors`
             list(vectors_of((one for one, _ in _vectors(made, weights)), model.modules, model.read))
@@ -314,7 +332,7 @@ def _fit(landed: Sequence[LoraPair], made: Sequence[NewPair], weights: Weights, 
 
 
 def _rename(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
-    """Yield pairs that land under the names that PEFT gives the pairs' modules."""
+    """Yield pairs that already land, once their tensors have the names that PEFT gives: renamed, and nothing else."""
     for pair in paced(pairs):
         if names.place(pair.module, is_looked_up=pair.is_looked_up) is None or pair.a.name in names.exchanged:
             continue
@@ -322,6 +340,7 @@ def _rename(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
 
 
 def _same(module: str, pair: LoraPair) -> NewPair:
+    """Return the same A and B as a new pair, for `module`."""
     a, b = (([side], side.shape, Part()) for side in (pair.a, pair.b))
     return new_pair(module, a, b, pair.rank, pair.alpha, is_looked_up=pair.is_looked_up)
 

@@ -1,8 +1,9 @@
 """Rules of a conversion for mixtures of experts: between a pair for each expert and pairs with all experts of a layer.
 
 `conversion_plan.py` calls the rules in the API server and on the command line. In go pairs by names and shapes, and
-where names land (`Names`); out come the taken pairs and the pairs in the engine's format (`Change`). A pair for each
-expert's matrices (`regroup` makes these), or all experts of a layer in two or three pairs (`stack` makes these).
+where names land (`Names`); out come the taken pairs and the pairs in the engine's format (`Change`). `regroup` takes
+pairs with all experts of a layer, mostly for engines that want a pair for each matrix of each expert; `stack` takes
+these, for engines that want two pairs with all experts.
 
 w1, w2 and w3 are an expert's gate_proj, down_proj and up_proj; w13 is w1 and w3 in one matrix. PEFT stacks experts that
 Transformers 5 keeps in two parameters (`target_parameters`): w13 under `experts.base_layer`, w2 under `experts`. Of E
@@ -51,7 +52,12 @@ _FORMS = (_STACKED, _OLD, _MEGATRON, _TINKER)
 
 
 class _View(NamedTuple):
-    """A tensor as (experts, ranks, inputs) or (experts, outputs, ranks): in another shape with other axes."""
+    """A tensor read as an A (experts, ranks, inputs) or a B (experts, outputs, ranks), whatever its shape in the file.
+
+    Attributes:
+        shape: the shape to which the tensor is reshaped first.
+        axes: the axes of `shape` that are the experts and the two others, in the order above.
+    """
 
     tensor: TensorInfo
     shape: Sequence[int]
@@ -59,12 +65,12 @@ class _View(NamedTuple):
 
     def of_expert(self, expert: int, rows: Slice) -> tuple[list[TensorInfo], Part]:
         """Return the source and the move for some rows of an expert's matrix."""
-        at = expert if self.shape[self.axes[0]] > 1 else 0
+        at = expert if self.shape[self.axes[0]] > 1 else 0  # the only matrix is shared by all experts
         return [self.tensor], Part(((at, at + 1, 1), rows), tuple(self.shape), self.axes)
 
 
 class _Grouped(NamedTuple):
-    """A pair with a matrix of all experts of a layer."""
+    """A pair that holds one matrix (w1, w2, w3 or w13) of every expert of a layer."""
 
     pair: LoraPair
     a: _View
@@ -79,12 +85,15 @@ def check_ranks(pairs: Iterable[LoraPair], names: Names) -> None:
     """
     for pair in paced(pairs):
         head, mark, rest = pair.module.partition(".experts")
-        is_one, shape = rest.count(".") == 2, pair.a.shape  # `.0.up_proj`
+        is_one, shape = rest.count(".") == 2, pair.a.shape  # of one expert: `.0.up_proj`
+        # Most pairs are of one expert and have the rank of the configuration: they need no look at the model.
         experts = names.experts(head + mark) if mark and not (is_one and shape[0] == pair.rank) else None
         if experts is None:
             continue
+        # The rank that A's shape shows: (rank, in), (experts, rank, in) or (experts * rank, in).
         rank = shape[0] if is_one else shape[1] if len(shape) == 3 else shape[0] // experts.count
         role, its = _ROLES.get(rest.rpartition(".")[2], ""), replace(pair, rank=rank)
+        # With this rank, the sizes are those of the model: only the rank is wrong.
         fits = _fits(0, role, its, experts) if is_one else any(_read(its, experts, form) for form in _FORMS)
         if fits and rank != pair.rank:
             raise IncompatibleAdapter(
@@ -110,7 +119,8 @@ def exchanged(pairs: Iterable[LoraPair], names: Names) -> frozenset[str]:
         experts = names.experts(module)
         if experts is None or any(_read(pair, experts, _OLD) is None for pair in its):
             continue
-        # A square parameter fits both ways: then another of the layer decides, or the PEFT that has saved it.
+        # A square parameter fits both ways. If the layer's other parameter fits one way only, that way holds for both;
+        # else the version of PEFT decides.
         is_square = all(_read(pair, experts, _STACKED) for pair in its)
         if not is_square or _is_of_old_peft(module, experts.is_interleaved, names.config.peft_version):
             found |= {pair.a.name for pair in its}
@@ -118,7 +128,11 @@ def exchanged(pairs: Iterable[LoraPair], names: Names) -> frozenset[str]:
 
 
 def _is_of_old_peft(module: str, is_interleaved: bool, version: tuple[int, ...] | None) -> bool:
-    """Whether this PEFT exchanged A and B. 0.19.0 did so for other models, with a Transformers that marks them."""
+    """Whether PEFT of this version exchanged A and B of these experts; None stands for an unknown version.
+
+    Interleaved experts (gpt-oss) are `(experts, in, out)` as an old PEFT assumes, so nothing was exchanged. 0.19.0 did
+    exchange their A and B, but only with a Transformers that marks the parameters, so the version alone says nothing.
+    """
     if version is None or (is_interleaved and version[:3] == (0, 19, 0)):
         raise IncompatibleAdapter(
             f"stacked experts '{module}' of a square matrix, which fit either way round, and no sign of the PEFT that "
@@ -131,7 +145,10 @@ def _is_of_old_peft(module: str, is_interleaved: bool, version: tuple[int, ...] 
 
 
 def regroup(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
-    """Yield pairs with all experts of a layer in the engine's format."""
+    """Yield the layers whose pairs hold all experts, in the engine's format: split into a pair each, or stacked.
+
+    A layer that the engine takes as it is, or cannot take, is not yielded.
+    """
     layers: dict[tuple[str, str], list[LoraPair]] = defaultdict(list)
     for pair in paced(pairs):
         module, _, leaf = pair.module.rpartition(".")
@@ -151,21 +168,23 @@ def regroup(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
         is_shared = any(1 == view.shape[view.axes[0]] < experts.count for _, *views in found.values() for view in views)
         if ExpertFormat.PER_EXPERT in experts.formats and experts.names:
             yield its, list(_one_by_one(module, found, experts)), f"{form} split into a pair each"
+        # `_STACKED` is the engine's form already; a shared side cannot be stacked, and Tinker's form has no w13.
         elif ExpertFormat.STACKED in experts.formats and form in (_OLD, _MEGATRON) and not is_shared:
             yield its, list(_restacked(module, found, experts)), f"{form} stacked"
 
 
 def _read(pair: LoraPair, experts: Experts, form: str) -> tuple[str, _Grouped] | None:
-    """Return the matrix that a pair holds of all experts, and the pair's views; None for other shapes."""
+    """Return the role (w1, w2, w3 or w13) of a pair, and its views; None where no role fits the shapes in this form."""
     count, rank, shapes = experts.count, pair.rank, (pair.a.shape, pair.b.shape)
     for role in _GROUPED.get(pair.module.rpartition(".")[2], ()):
         inputs, outputs = _sizes(role, experts)
         if form == _STACKED and shapes == ((count * rank, inputs), (outputs, rank * count)):
             a, b = _View(pair.a, (count, rank, inputs)), _View(pair.b, (outputs, rank, count), (2, 0, 1))
         elif form == _OLD and shapes == ((count * rank, outputs), (inputs, rank * count)):
+            # Exchanged: the tensor named B is the A, and the other way round.
             a, b = _View(pair.b, (inputs, rank, count), (2, 1, 0)), _View(pair.a, (count, rank, outputs), (0, 2, 1))
         elif form in (_MEGATRON, _TINKER) and (shapes[0][1:], shapes[1][1:]) == ((rank, inputs), (outputs, rank)):
-            if {shapes[0][0], shapes[1][0]} not in ({count}, {1, count}):
+            if {shapes[0][0], shapes[1][0]} not in ({count}, {1, count}):  # one side at most is shared
                 continue
             a, b = _View(pair.a, pair.a.shape), _View(pair.b, pair.b.shape)
         else:
@@ -177,14 +196,16 @@ def _read(pair: LoraPair, experts: Experts, form: str) -> tuple[str, _Grouped] |
 def _sizes(role: str, experts: Experts) -> tuple[int, int]:
     """Return the inputs and outputs of one expert's matrix."""
     inner, hidden = experts.intermediate_size, experts.hidden_size
+    # w1 and w3 have no entry: both have the sizes at the end.
     return {"w2": (inner, hidden), "w13": (hidden, inner * len(_rows_in_w13(experts)))}.get(role, (hidden, inner))
 
 
 def _rows_in_w13(experts: Experts) -> dict[str, Slice]:
     """Return which rows of w13's B belong to w1 and to w3."""
     inner = experts.intermediate_size
-    if experts.names and "w3" not in experts.names:  # without gate_proj
+    if experts.names and "w3" not in experts.names:  # experts without gate_proj, whose w1 is up_proj
         return {"w1": (0, inner, 1)}
+    # Interleaved: every second row is of w1, and the rows between are of w3.
     step, begin_of_w3 = (2, 1) if experts.is_interleaved else (1, inner)
     return {"w1": (0, step * inner, step), "w3": (begin_of_w3, 2 * inner, step)}
 
@@ -208,7 +229,7 @@ def _one_by_one(module: str, found: Mapping[str, _Grouped], experts: Experts) ->
 
 
 def _restacked(module: str, found: Mapping[str, _Grouped], experts: Experts) -> Iterator[NewPair]:
-    """Yield two pairs in PEFT's present form."""
+    """Yield w13 and w2 in PEFT's present form; a matrix that the adapter lacks is zeros."""
     count, like = experts.count, next(iter(found.values())).pair
     for role, name in (("w13", f"{module}.base_layer"), ("w2", module)):
         inputs, outputs = _sizes(role, experts)
@@ -216,6 +237,7 @@ def _restacked(module: str, found: Mapping[str, _Grouped], experts: Experts) -> 
             yield _zeros(name, like, inputs, outputs, count)
             continue
         pair, a, b = found[role]
+        # B's axes in the order that PEFT has in the file: outputs, ranks, experts.
         of_experts, of_outputs, of_ranks = b.axes
         yield new_pair(
             name,
@@ -227,7 +249,7 @@ def _restacked(module: str, found: Mapping[str, _Grouped], experts: Experts) -> 
 
 
 def stack(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
-    """Yield pairs for each expert's matrices as stacked pairs, for an engine of the stacked format."""
+    """Yield pairs for each expert's matrices as stacked pairs, for an engine that takes the stacked format only."""
     layers: dict[str, dict[tuple[int, str], LoraPair]] = defaultdict(dict)
     for pair in pairs:
         module, _, leaf = pair.module.rpartition(".")
@@ -248,15 +270,18 @@ def stack(pairs: Sequence[LoraPair], names: Names) -> Iterator[Change]:
 
 
 def _fits(expert: int, role: str, pair: LoraPair, experts: Experts) -> bool:
+    """Whether a pair has the shapes of one expert's w1, w2 or w3, and the model has so many experts."""
     inputs, outputs = _sizes(role, experts)
     return expert < experts.count and (pair.a.shape, pair.b.shape) == ((pair.rank, inputs), (outputs, pair.rank))
 
 
 def _stacked(module: str, found: Mapping[tuple[int, str], LoraPair], experts: Experts, names: Names) -> list[NewPair]:
+    """Return two pairs, of w13 and of w2, with the matrices of `found`, by expert and role, and zeros elsewhere."""
     first = next(iter(found.values()))
     present = {role for _, role in found}
     rows = {role: its_rows for role, its_rows in _rows_in_w13(experts).items() if role in present}
-    # Side by side: w1 and w3 have an A each, so w13 needs both ranks and zeros between.
+    # w1 and w3 have an A each. w13's A has both, one below the other, and w13's B has zeros where w1's rows meet w3's
+    # ranks, and the other way round. Twice the rank needs another alpha for the same scaling.
     rank = first.rank * max(1, len(rows))
     alpha = names.config.alpha_for(rank, first.rank, first.alpha)
     w13, w2 = _sizes("w13", experts), _sizes("w2", experts)
@@ -287,7 +312,7 @@ def _stack_of(
             taken.append(pair)
             of_a.append((of_expert, ranks))
             of_b.append((rows[role], ranks, of_expert))
-    sources = taken or [some]
+    sources = taken or [some]  # without a matrix of these roles: some pair, for the dtype of the zeros
     return new_pair(
         module,
         ([pair.a for pair in sources], (count * rank, inputs), Placed((count, rank, inputs), tuple(of_a))),
@@ -298,6 +323,6 @@ def _stack_of(
 
 
 def _zeros(module: str, like: LoraPair, inputs: int, outputs: int, count: int = 1) -> NewPair:
-    """Return a pair that adds nothing, of one expert or stacked of several."""
+    """Return a pair that adds nothing, of `count` experts; rank, alpha and dtypes are those of the pair `like`."""
     a, b = (count * like.rank, inputs), (outputs, count * like.rank)
     return new_pair(module, ([like.a], a, Placed(a)), ([like.b], b, Placed(b)), like.rank, like.alpha)
