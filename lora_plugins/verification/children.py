@@ -2,7 +2,8 @@
 
 `children()` is made once in each process that resolves adapters (API server, worker, command line). Any thread calls
 `read`, `write` or `call` and gets a future; two threads of this module take the jobs in order, each with a process
-(`reading_process.py`). Small adapters are never behind large adapters, of which one at a time is read.
+(`reading_process.py`). Of jobs that take long (large adapters, writing), one at a time runs, so that one process is
+always free for short jobs, and a small adapter never waits behind a large adapter.
 
 Unlike `resolvers/fair_places.py`, the jobs here know no callers: the resolver has already decided which principal is
 next, how many may wait, and how long.
@@ -29,16 +30,19 @@ from lora_plugins.verification import protocol
 from lora_plugins.verification.process_limits import takes_long
 from lora_plugins.verification.reading_process import Lost, ReadingProcess
 
-_AT_ONCE = 2
-_ATTEMPTS = 3
+_AT_ONCE = 2  # threads, each with at most one process at work
+_ATTEMPTS = 3  # processes for one job, if each is lost
 _T = TypeVar("_T")
 
 
 class Children:
-    """Verifies adapters in reading processes, first come, first served. For any thread."""
+    """Does jobs in reading processes, first come, first served, but only one long job at a time.
+
+    Any thread may call the methods.
+    """
 
     def __init__(self) -> None:
-        self._idle: list[ReadingProcess] = []
+        self._idle: list[ReadingProcess] = []  # processes without a job; used from both threads, by atomic calls
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._long: deque[Callable[[], None]] = deque()
         self._long_turn = threading.Lock()  # held while a turn for a long job is queued or runs
@@ -48,13 +52,13 @@ class Children:
             threading.Thread(target=self._work, daemon=True, name="lora-plugins-verify").start()
 
     def warm(self) -> None:
-        """Start a process where none waits, so that the process is ready at the first use; return at once."""
+        """Have a process started unless one is idle, so that a process is ready at the first use; return at once."""
         self._jobs.put(self._start)
 
     def read(self, directory: Path, settings: Settings, *, config_only: bool = False) -> Future[protocol.ReadAdapter]:
         """Verify the adapter in `directory` without a base model, and make the configuration that engines read.
 
-        With `config_only` as `verify_config` does, and without making a configuration.
+        With `config_only`, check the configuration alone, as `verify_config` does, and make none.
 
         The future raises the errors of `verify_adapter`; `InvalidAdapter` also where reading takes too much memory or
         computing, or crashes each process with memory to spare; and `SourceUnavailable` where no process starts, is
@@ -82,6 +86,7 @@ class Children:
         """
         largest_bytes = max((tensor.info.size_bytes for tensor in tensors), default=0)
         paths = os.fsencode(directory.absolute()), os.fsencode(target.absolute())
+        # The limit of memory rises with the largest new tensor: its sources and the tensor are in memory at once.
         request = protocol.Write(*paths, memory_bytes=4 * largest_bytes)
 
         def write(process: ReadingProcess) -> None:
@@ -94,22 +99,23 @@ class Children:
     def call(self, function: Callable[[bytes], bytes], argument: bytes) -> Future[bytes]:
         """Call a function of one of this package's modules, whose computing would keep this process's threads waiting.
 
-        The future raises `LoRAPluginsError` where the function does, or without an answer, as `read`.
+        The future raises a `LoRAPluginsError` that the function raises, and the errors of `read` without an answer.
         """
         request = protocol.CallFunction(function.__module__, function.__name__)
         lists = {"pieces": protocol.pieces(argument)}
         return self._submit(lambda process: b"".join(process.ask(request, protocol.Returned, lists)[1]["pieces"]))
 
     def pids(self) -> list[int]:
-        """Return the ids of the processes that wait for work."""
+        """Return the process ids of the idle processes."""
         return [process.pid for process in list(self._idle)]
 
     def end(self) -> None:
-        """End the waiting processes now, and the others after their answers."""
+        """End the idle processes now, and the others after their answers."""
         self._has_ended = True
         for process in list(self._idle):
             process.end()
 
+    # `work` does the job with a process; `is_long` says whether the job takes long.
     def _submit(self, work: Callable[[ReadingProcess], _T], is_long: Callable[[], bool] = lambda: False) -> Future[_T]:
         answer: Future[_T] = Future()
 
@@ -145,7 +151,7 @@ class Children:
             self._jobs.put(self._do_long)
 
     def _do_long(self) -> None:
-        with suppress(IndexError):  # both threads saw one job, and queued a turn each, one after the other
+        with suppress(IndexError):  # no job left: both threads saw the same job, and queued one turn each
             self._long.popleft()()
         self._long_turn.release()
         self._begin_long()
@@ -161,16 +167,19 @@ class Children:
                 errors.append(lost.error)
             finally:
                 self._put_back(process)
-        # A loss that a killer or a lack of memory explains says nothing of the bytes, so such an error wins.
+        # A process that was killed, or lacked memory, says nothing of the bytes. So the error that blames the machine
+        # (`FAULT`) wins over errors that blame the bytes.
         raise next((error for error in errors if kind_of(error) is ErrorKind.FAULT), errors[-1])
 
     def _take(self) -> ReadingProcess:
+        """Return an idle process, or a new process."""
         while True:
             with suppress(IndexError):
                 return self._idle.pop()
             self._start()
 
     def _start(self) -> None:
+        """Add an idle process, unless there is one; raises SourceUnavailable where the process does not start."""
         with self._starting:
             if not self._idle:  # a caller that waited for the lock may find the process of another caller
                 self._idle.append(ReadingProcess())

@@ -40,12 +40,13 @@ main()
 _VARIABLES = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "TZ")
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _Answer = TypeVar("_Answer")
-_Landed = Callable[[int], None]
-_START_S = 60.0
-_EXIT_S = 5.0
+_Landed = Callable[[int], None]  # takes the bytes of a file that were written so far
+_START_S = 60.0  # within which a process says that it is ready
+_EXIT_S = 5.0  # for a process that has closed its socket to end by itself, so that its exit status shows why
 _PAUSE_S = 0.0002  # other threads get the interpreter's lock between two messages
 _MAX_KEPT_KIB = 256 << 10  # of memory; a process that once took more is replaced
-# Python's code of an uncaught exception. The child catches and reports everything that reading the bytes raises.
+# Python's exit code of an uncaught exception. The child catches and reports everything that reading the bytes raises,
+# so this code comes from elsewhere, and does not blame the bytes.
 _EXCEPTION = 1
 # Crashes that bytes may cause by a library's fault. A lack of memory or a faulty machine crashes too, so a crash counts
 # only where each process crashes on the same bytes, with memory to spare. Other signals come from elsewhere; SIGBUS
@@ -54,10 +55,15 @@ _CRASHES = frozenset({-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGILL, -signal.
 
 
 class Lost(Exception):
-    """The process ended before its answer; `error` is for bytes that end every process, and may blame the bytes."""
+    """The process ended before its answer, and another process may be asked.
+
+    Attributes:
+        error: for the caller, if every process ends so; it blames the bytes only where nothing else explains the end.
+    """
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
+        # As in `subprocess`: a code below 0 is the signal that ended the process.
         how = f"code {code}" if code >= 0 else signal.strsignal(-code) or f"signal {-code}"
         self.error: LoRAPluginsError = lacking() or (
             too_much(f"ends the process that reads it, each time, by {how}")
@@ -79,10 +85,10 @@ class ReadingProcess:
 
     def __init__(self) -> None:
         self._owes_answer = False
-        # Without "", the working directory: the child has another.
+        # "" stands for the working directory, which is another in the child, so it is left out.
         path = [*(entry for entry in sys.path if entry), str(Path(lora_plugins.__file__).resolve().parents[1])]
         try:
-            self._socket, theirs = socket.socketpair()
+            self._socket, theirs = socket.socketpair()  # `theirs` is the end of the child, as its standard input
             self._connection = Connection(os.dup(self._socket.fileno()))
             with theirs:
                 self._process = subprocess.Popen(  # noqa: S603 - this interpreter
@@ -101,8 +107,8 @@ class ReadingProcess:
             raise _not_started(str(error)) from error
         try:
             with self._within(_START_S):
-                self._connection.recv_bytes(0)
-        except (EOFError, OSError, RuntimeError):  # the last for a thread that cannot start
+                self._connection.recv_bytes(0)  # the child says that it is ready by an empty message
+        except (EOFError, OSError, RuntimeError):  # RuntimeError: the thread of the timer cannot start
             raise _not_started(f"it ended with {self.end(_EXIT_S)}") from None
 
     @property
@@ -113,13 +119,14 @@ class ReadingProcess:
     def is_ready(self) -> bool:
         """Whether the process can take a request.
 
-        It has answered all before, runs, is not stopped, and has not taken much memory, which may never be freed.
+        A ready process has answered every earlier request, runs, is not stopped (as by SIGSTOP), and has not taken much
+        memory, which it may never free.
         """
         if self._owes_answer or self._process.poll() is not None:
             return False
         try:
             status = Path(f"/proc/{self.pid}/status").read_text()
-        except OSError:  # this process may open no further file, and ends the other, which frees files
+        except OSError:  # the server may open no further file; the caller then ends this child, which frees files
             return False
         # `ru_maxrss` would include the server's memory at the start; VmHWM is of this program alone (Linux, fs/exec.c).
         most = re.search(r"(?ms)^State:\s*[RSD].*^VmHWM:\s*(\d+)", status)
@@ -133,12 +140,12 @@ class ReadingProcess:
         After a breach of a limit `is_ready` is false.
 
         Raises:
-            LoRAPluginsError: what reading raises; InvalidAdapter also for a breach of a limit.
+            LoRAPluginsError: the error that reading the adapter raises; InvalidAdapter also for a breach of a limit.
             SourceUnavailable: no answer in time; the bytes are not to blame.
             Lost: ask another process.
         """
         if not self.is_ready:
-            raise Lost(self.end())
+            raise Lost(self.end())  # another process may be ready
 
         def after_items(part: Items) -> None:
             for size_bytes in part.landed:
@@ -155,10 +162,11 @@ class ReadingProcess:
                 refusal = error_of(json.loads(answer.error)) if isinstance(answer, Refused) else None
                 if refusal is None and not isinstance(answer, kind):
                     raise TypeError(answer)
-            self._owes_answer = False
+            self._owes_answer = False  # a refusal is an answer too
         # What a process under hostile control says may raise any of these.
         except (EOFError, OSError, ValueError, TypeError, LookupError, RuntimeError, msgspec.MsgspecError):
             is_late = time.monotonic() >= ends_at
+            # A late process still runs: no reason to wait for its end.
             code = self.end(0 if is_late else _EXIT_S)
             if is_late:
                 raise SourceUnavailable(
@@ -174,7 +182,7 @@ class ReadingProcess:
         return answer, found
 
     def end(self, wait_s: float = 0.0) -> int:
-        """End the process if it still runs after `wait_s`; return its exit status."""
+        """End the process if it still runs after `wait_s`; return its exit status, below 0 for a signal."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(wait_s)
         self._process.kill()
