@@ -3,7 +3,7 @@
 Runs in the engine core, whose `EngineCore` (vllm/v1/engine/core.py, 0.30 to 0.33) gets one method `lora_plugins_…` for
 each utility below, which vLLM's clients reach by name. vLLM's own methods for adapters, `add_lora` and the like, are
 wrapped: the planner decides in their place. Calls return a value, or a Future that vLLM answers once the planner's
-work has ended.
+work has ended. `scheduler/state.py` has the words of the planner.
 
 Where the engine is in the caller's process, no steps are made during a call, so the workers are called with
 `lora_plugins_step`.
@@ -54,7 +54,10 @@ def patch() -> None:
 
 @utility
 def _load(self: Any, spec: AdapterSpec, wants_slot: bool, succeeds: int | None = None) -> Future[Outcome] | Outcome:
-    """Load an adapter into host memory, and into an idle slot; `_move` then moves requests of the id it `succeeds`."""
+    """Load an adapter into host memory, and with `wants_slot` into an idle slot.
+
+    `succeeds` is the engine id of an earlier version, whose requests `_move` then moves to this adapter.
+    """
     planner = self.scheduler.planner
     planned, state = self.scheduler.specs.complete(spec), planner.state
     # Before the load: afterwards a load and a hit look alike.
@@ -62,6 +65,7 @@ def _load(self: Any, spec: AdapterSpec, wants_slot: bool, succeeds: int | None =
     was_loaded = known is not None and known.is_loaded and known.spec.path == planned.path
 
     def with_size(answer: Outcome) -> Outcome:
+        # Of a hit, no time of loading is reported.
         adapter = state.current.get(planned.engine_id)
         if adapter is None or answer.error is not None:
             return answer
@@ -74,7 +78,7 @@ def _load(self: Any, spec: AdapterSpec, wants_slot: bool, succeeds: int | None =
 
 @utility
 def _move(self: Any, engine_id: int) -> None:
-    """Have requests of the id that a loaded adapter succeeds go on with the adapter."""
+    """Have requests of the version that the loaded adapter of this id succeeds go on with this adapter."""
     self.scheduler.planner.move(engine_id, time.monotonic())
 
 
@@ -92,7 +96,10 @@ def _unpin(self: Any, engine_id: int) -> bool:
 
 @utility
 def _retire(self: Any, engine_id: int, refusal: LoRAPluginsError | None) -> Future[Outcome] | Outcome:
-    """Evict an adapter as soon as it is not used; API servers give its id to no other."""
+    """Evict an adapter as soon as it is not used; API servers give its engine id to no other adapter.
+
+    With a `refusal`, requests that have not run, and later requests of the id, end with this error.
+    """
     retired = self.scheduler.planner.retire(engine_id, time.monotonic(), refusal, is_last=True)
     return answer_of(self, retired, is_enough_to_begin=True)
 
@@ -101,14 +108,17 @@ def _retire(self: Any, engine_id: int, refusal: LoRAPluginsError | None) -> Futu
 def _pause(self: Any, name: str, mode: PauseMode) -> RequestsOfName:
     """Hold new requests of a name until a resume; return all requests of the name."""
     request_ids = pause(self.scheduler, name, mode)
-    # With `ABORT` waiting parts are aborted too.
+    # The other engines learn of these clients' requests; with `ABORT` also of requests whose parts all wait.
     clients = self.scheduler.pauses.clients(name, with_waiting=mode is PauseMode.ABORT)
     return RequestsOfName(tuple(request_ids), tuple(clients))
 
 
 @utility
 def _paused(self: Any, name: str, clients: list[str]) -> Future[bool]:
-    """Wait until no request of a paused name runs, or its pause ends; these clients' parts run first, or end."""
+    """Wait until no request of a paused name runs, or its pause ends.
+
+    `clients` are the clients' requests of which any engine runs a part: their parts here run or end first.
+    """
     self.scheduler.join(name, clients)
     paused: Future[bool] = self.scheduler.pauses.paused(name)
     return paused
@@ -116,11 +126,12 @@ def _paused(self: Any, name: str, clients: list[str]) -> Future[bool]:
 
 @utility
 def _resume(self: Any, name: str) -> None:
+    """End the pause of a name: its requests go on."""
     self.scheduler.resume(name)
 
 
 def _end_api_server(self: Any, number: int) -> None:
-    """End the requests of an API server that has died."""
+    """End the requests of the API server with this number, which has died; engines without LoRA do so too."""
     of_dead = [name for name, request in self.scheduler.requests.items() if request.client_index == number]
     self.abort_requests(of_dead)
 
@@ -134,7 +145,7 @@ def _residency(self: Any) -> list[AdapterState]:
         it.spec.engine_id: replace(_state(state, it), held=(*it.held, *it.stopped), running=tuple(it.running))
         for it in state.adapters.values()
     }
-    # Requests that came during a pause are no adapter's: the planner learns of them after the resume.
+    # Requests that came during a pause belong to no adapter yet: the planner learns of them after the resume.
     for request in self.scheduler.pauses.held:
         engine_id = request.lora_request.lora_int_id
         known = states.get(engine_id) or AdapterState(engine_id, request.lora_request.lora_name)
@@ -160,7 +171,7 @@ def _figures(self: Any) -> PlannerFigures:
     state = self.scheduler.planner.state
     cache = state.cache
     return PlannerFigures(
-        slots=(state.pointed if state.pointed.size else state.copied).size,  # an ordinary adapter takes no other
+        slots=(state.pointed if state.pointed.size else state.copied).size,  # the kind that ordinary adapters take
         held=state.closed_count + self.scheduler.stopped_count,
         host_bytes=cache.used_bytes,
         host_max_adapters=cache.max_adapters,
@@ -175,6 +186,7 @@ def _figures(self: Any) -> PlannerFigures:
 
 
 def _add_lora(_: Any, self: Any, lora_request: Any) -> Any:
+    """Load by the planner, and answer as vLLM does: once the adapter is loaded, true or an error."""
     specs = self.scheduler.specs
     spec, is_other = specs.of(lora_request), specs.is_other(lora_request)
     load = self.scheduler.planner.load(
@@ -184,7 +196,7 @@ def _add_lora(_: Any, self: Any, lora_request: Any) -> Any:
 
 
 def _remove_lora(_: Any, self: Any, lora_id: int) -> bool:
-    """As in vLLM, later requests do not find the id, and the caller waits for no request of before."""
+    """Retire the adapter: as in vLLM, later requests do not find the id, and the call waits for no running request."""
     planner = self.scheduler.planner
     is_known = lora_id in planner.state.current
     answer_of(self, planner.retire(lora_id, time.monotonic()), is_enough_to_begin=True)
@@ -194,13 +206,13 @@ def _remove_lora(_: Any, self: Any, lora_id: int) -> bool:
 def _pin_lora(original: Any, self: Any, lora_id: int) -> Any:
     planner = self.scheduler.planner
     known = planner.state.current.get(lora_id)
-    if known is None:
+    if known is None:  # vLLM's own method then raises its error for an unknown id
         return original(self, lora_id)
     return then(answer_of(self, planner.pin(known.spec, time.monotonic())), true_or_raise)
 
 
 def _list_loras(_: Any, self: Any) -> Any:
-    """Return the ids that later requests find: no adapter that was removed, or replaced, and still runs."""
+    """Return the ids that later requests find, without generations that were removed or replaced and still run."""
     current = self.scheduler.planner.state.current.items()
     return {engine_id for engine_id, it in current if it.is_loaded or it.replaces is not None}
 

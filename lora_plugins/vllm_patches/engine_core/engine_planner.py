@@ -27,7 +27,7 @@ from lora_plugins.vllm_patches.engine_core.request import is_in_store
 from lora_plugins.worker.request_types import is_inplace, is_vllms
 from lora_plugins.worker.slot_counts import slots_of
 
-_REMEMBERED = 10_000
+_REMEMBERED = 10_000  # URIs
 
 
 def make_planner(vllm_config: Any) -> Planner:
@@ -38,6 +38,7 @@ def make_planner(vllm_config: Any) -> Planner:
     """
     _refuse_executor(vllm_config)
     lora, settings = vllm_config.lora_config, this_process().settings
+    # Where the settings name no budget, `engine_args.py` has put this engine's share of memory on `lora`.
     max_bytes = getattr(lora, MAX_BYTES, settings.host_max_bytes)
     cache = HostCache(max_bytes, lora.max_cpu_loras, make_policy(settings.host_policy))
     order = QueueOrder(is_by_priority=vllm_config.scheduler_config.policy == "priority")
@@ -82,11 +83,12 @@ class AdapterSpecs:
         self.uris: LRUCache[int, str] = LRUCache(_REMEMBERED)
 
     def of(self, lora_request: Any) -> AdapterSpec:
-        """Return the spec that a `LoRARequest` describes: the planner's own, where the planner knows its weights."""
+        """Return the spec that a `LoRARequest` describes: the planner's own, if it knows these weights."""
         spec = AdapterSpec(
             lora_request.lora_int_id,
             lora_request.lora_name,
             lora_request.lora_path,
+            # An object of another class may hold weights itself, so the worker gets the object.
             lora_request=None if is_vllms(lora_request) else lora_request,
         )
         return self.complete(spec, is_inplace=is_inplace(lora_request))
@@ -94,8 +96,8 @@ class AdapterSpecs:
     def complete(self, spec: AdapterSpec, *, is_inplace: bool = False) -> AdapterSpec:
         """Return a spec with size and URI, or the planner's own spec of the same weights.
 
-        Where the requests of its id have moved, the spec is of the adapter that they have moved to. Only the load of an
-        adapter has a URI, so the URI is remembered for later specs of the id.
+        If the requests of the spec's id have moved to another adapter, the result is the spec of that adapter. Only the
+        load of an adapter has a URI, so the URI is remembered for later specs of the id.
         """
         spec = self._state.generations.successor_of(spec.engine_id) or spec
         if spec.uri is not None:
@@ -108,7 +110,7 @@ class AdapterSpecs:
         return replace(spec, uri=self.uris.get(spec.engine_id), size_bytes=spec.size_bytes or self._weights_bytes(spec))
 
     def adapter_for_request(self, lora_request: Any) -> tuple[AdapterSpec, bool]:
-        """Return the spec that computes a request, and whether another generation begins.
+        """Return the spec that computes a request, and whether the request begins another generation of its id.
 
         As in vLLM, the id decides, whatever the path. With a known id and another name the request means another
         adapter, if its path holds files. An evicted adapter stays known, so its path may be gone.
@@ -121,7 +123,7 @@ class AdapterSpecs:
             return known.spec, False
         spec = self.of(lora_request)
         has_weights = spec.size_bytes or spec.lora_request is not None
-        if not has_weights:
+        if not has_weights:  # the path is gone: the generation that was known last answers
             return self.known(spec.engine_id) or spec, False
         return spec, known is not None and known.spec.path != spec.path
 

@@ -2,9 +2,10 @@
 
 Runs in the engine core, around each `collective_rpc`. RL frameworks call their own functions in workers, which hand
 weights to the worker's LoRA manager without the planner. A worker loads such an adapter at once
-(`worker/given_to_worker.py`). After each call all workers are asked what they were given. If all were given the same,
-the planner begins a new generation, whose `Load` finds the weights by their number (`AdapterSpec.given`). Adapters
-that only some workers have, or that have no room, are forgotten everywhere, and the caller gets an error.
+(`worker/given_to_worker.py`). After each call, the engine core asks all workers which adapters they were given. If all
+were given the same, the planner begins a new generation (`scheduler/state.py` has the words), whose `Load` finds the
+weights by their number (`AdapterSpec.given`). Adapters that only some workers have, or that have no room, are forgotten
+everywhere, and the caller gets an error.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def collective_rpc(original: Any, self: Any, method: Any, *args: Any, **kwargs: 
             remedy="give every worker the same, in one collective_rpc",
         )
 
+    # The caller of `collective_rpc` gets the workers' own result.
     def end(answer: Outcome) -> Any:
         if answer.error is not None:
             _forget(self, of_workers, is_planned=True)
@@ -56,7 +58,10 @@ def collective_rpc(original: Any, self: Any, method: Any, *args: Any, **kwargs: 
 
 
 def _changes(core: Any) -> list[list[Change]]:
-    """Return adapters that each worker was given, or had to remove; the n-th has the same number in each worker."""
+    """Return, for each worker, the adapters that the worker was given, or had to remove, since the last call.
+
+    The n-th change of every worker gets the same number, so that a number means one adapter in all workers.
+    """
     first = core.scheduler.given_numbers
     of_workers: list[list[Change]] = core.model_executor.collective_rpc("lora_plugins_changes", args=(first,))
     core.scheduler.given_numbers += max(map(len, of_workers), default=0)
@@ -64,7 +69,10 @@ def _changes(core: Any) -> list[list[Change]]:
 
 
 def _forget(core: Any, of_workers: list[list[Change]], *, is_planned: bool = False) -> None:
-    """Forget everywhere the adapters that some workers lack, that have no room, or that one worker has removed."""
+    """Forget these adapters in all workers, and in the planner the adapters that a worker has removed.
+
+    With `is_planned`, the planner knows the given adapters too, and forgets them as well.
+    """
     changes = [change for of_worker in of_workers for change in of_worker]
     given = {change.spec.given for change in changes if change.spec is not None}
     if given:
@@ -79,6 +87,7 @@ def _agreed(of_workers: list[list[Change]]) -> list[Change] | None:
     if len({tuple((change.engine_id, change.spec is None) for change in changes) for changes in of_workers}) > 1:
         return None
     agreed = []
+    # Here, all workers have the same number of changes.
     for first, *others in zip(*of_workers, strict=True):
         if first.spec is not None:
             size_bytes = max(change.spec.size_bytes for change in (first, *others) if change.spec is not None)

@@ -1,9 +1,10 @@
 """What the engine core changes in a request of vLLM's: the weights that compute it, and the keys of its KV blocks.
 
 The scheduler calls these functions as a request arrives, moves to another version, or ends. vLLM's `Request`
-(vllm/v1/request.py, 0.30 to 0.33) is given a `LoRARequest` of its adapter's generation: batches find the slot by its
-id, and cached prefixes and offloaded blocks have its path in their keys, so no other weights' blocks are found. Where
-the path changes, the hashes of blocks that are not computed yet are made again.
+(vllm/v1/request.py, 0.30 to 0.33) is given a `LoRARequest` of its adapter's generation (`scheduler/state.py` has the
+words): batches find the slot by the id of the `LoRARequest`, and cached prefixes and offloaded blocks have its path in
+their keys, so no other weights' blocks are found. Where the path changes, the hashes of blocks that are not computed
+yet are made again.
 
 A request that moves in the middle of its answer gets a path of its own, so that no other request finds blocks that mix
 two versions.
@@ -29,24 +30,24 @@ from lora_plugins.store.layout import is_digest
 from lora_plugins.vllm_patches.wrapping import wrap
 from lora_plugins.worker.request_types import lora_request
 
-CLIENT = "x-lora-plugins-client"
+CLIENT = "x-lora-plugins-client"  # the header with the name of the client's request that a request is a part of
 
 _BEAM = re.compile(r".+-[0-9a-f]{16}-beam-\d+(-[0-9a-f]{8})?")  # vllm/entrypoints/generate/beam_search/online.py
-_OF_ONE = "#request="  # in the path of a request that has moved: before its id
+_OF_ONE = "#request="  # in the path of a moved request, before its id: only this request has the path
 
 
 def is_in_store(path: str) -> bool:
-    """Return whether the contents of a path name the path, and so never change."""
+    """Return whether a path is named by the digest of its contents, which therefore never change."""
     return is_digest(os.path.basename(path))
 
 
 def name_of(path: str) -> str:
-    """Return the name of the weights at a path in answers: their digest, where they are in the store."""
+    """Return the name that answers give to the weights at a path: the digest for a path in the store, else the path."""
     return os.path.basename(path) if is_in_store(path) else path
 
 
 def weights_of(adapter: Adapter) -> str:
-    """Return the name of an adapter's weights in answers."""
+    """Return the name that answers give to an adapter's present weights."""
     return name_of(path_of(adapter))
 
 
@@ -56,12 +57,13 @@ def weights_path(request: Any) -> str:
 
 
 def is_moved(request: Any) -> bool:
-    """Return whether a request has gone on with other weights than it began with: its keys are its own."""
+    """Return whether a request has gone on with other weights than it began with: no other request has its keys."""
     return bool(request.lora_request is not None and request.lora_request.lora_path != weights_path(request))
 
 
 def assign(request: Any, adapter: Adapter) -> None:
     """Have a request that has not begun be computed with this generation."""
+    # vLLM's id of the adapter, for the engine, is the key of the generation.
     before, path = request.lora_request, path_of(adapter)
     if (before.lora_int_id, weights_path(request)) == (adapter.key, path):
         return
@@ -103,17 +105,17 @@ def has_kv_cache(request: Any) -> bool:
 
 
 def has_weights(request: Any, spec: AdapterSpec, weights_key: int) -> bool:
-    """Return whether a request was computed with these weights of its generation."""
+    """Return whether a request was computed with the weights of this spec and key of a load (`path_of`)."""
     return weights_path(request) == _path_of(spec, weights_key)
 
 
 def is_beam(request_id: str) -> bool:
-    """Return whether a request is a token of a client's beams: more parts of the client's request come soon."""
+    """Return whether a request computes one token of a client's beams, so that the next tokens' requests come soon."""
     return _BEAM.fullmatch(request_id) is not None
 
 
 def take_client(request: Any) -> None:
-    """Note which client's request a request is a part of, as vLLM's engine client says in a header.
+    """Note in `lora_client` which client's request a request is a part of, by the header that API servers add.
 
     vLLM sends the headers of a request back with each output: the header goes no further.
     """
@@ -123,6 +125,7 @@ def take_client(request: Any) -> None:
 
 
 def path_of(adapter: Adapter) -> str:
+    """Return the path of an adapter's present weights, as keys of blocks have it."""
     return _path_of(adapter.spec, adapter.weights_key)
 
 
@@ -158,7 +161,8 @@ def _update_offload_keys(original: Any, self: Any) -> None:
 
     for group, state in zip(self.config.kv_group_configs, self.group_states, strict=True):
         keys, every = state.offload_keys, group.hashes_per_chunk
-        # A block's hash holds those before it: all agree where the last does.
+        # A key is made of the hash of its chunk's last block, which depends on all blocks before: if the last key
+        # agrees with the request, all keys do.
         while keys and get_offload_block_hash(keys[-1]) not in self.req.block_hashes[len(keys) * every - 1 :][:1]:
             keys.pop()
     original(self)

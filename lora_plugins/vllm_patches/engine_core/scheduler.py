@@ -6,8 +6,9 @@ vLLM's own class. In come requests, and the workers' outputs with reports; out g
 workers, and outputs with errors and versions for API servers.
 
 vLLM's waiting queues are replaced by ours (`AdapterQueue`). Each request enters its queue on arrival and keeps its
-place, but vLLM sees no request whose adapter has no slot. From the queues, the planner learns who comes and who begins
-to run. Order, priority, counts, grammars, connectors, sessions and aborts are vLLM's own.
+place, but vLLM sees no request whose adapter has no slot. From the queues, the planner learns which requests come and
+which begin to run. Order, priority, counts, grammars, connectors, sessions and aborts are vLLM's own.
+`scheduler/state.py` has the words of the planner. A *session* is a request of vLLM's whose input comes in parts.
 
 `has_unfinished_requests` leaves out requests of paused adapters; `has_requests` is also true while workers load.
 `lora_config` is copied, with as many `max_loras` as workers have slots.
@@ -85,8 +86,9 @@ if TYPE_CHECKING:
 else:
     Scheduler = object  # `with_admission` puts a scheduler class behind `AdmittingScheduler`
 
-_FULL = 0.5  # part of the KV cache in use above which a server has no memory left for adapters
-# vLLM's queues and their ranks: requests that hold a KV cache come first. `skipped_waiting` is 0.30's.
+_FULL = 0.5  # the fraction of the KV cache in use, above which a server has no memory left for more adapters
+# vLLM's queues by attribute, with ranks: vLLM takes from the queue of rank 0 first, whose requests have blocks of the
+# KV cache. Releases have different queues: `skipped_waiting` is 0.30's.
 _QUEUES = {"kv_holding_waiting": 0, "skipped_waiting": 1, "waiting": 1}
 
 
@@ -119,8 +121,12 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     """The methods that precede a scheduler class of vLLM in a subclass.
 
     Attributes:
-        specs: the meaning of vLLM's `LoRARequest`s. given_numbers: the next number for adapters given past the plan.
-        pauses: names whose requests wait for a resume. queues: vLLM's queues of waiting requests.
+        planner: decides which adapters are loaded and active.
+        specs: makes the planner's specs of vLLM's `LoRARequest`s.
+        given_numbers: the next number for adapters that callers give to workers past the plan (`given_adapters.py`).
+        pauses: names whose requests wait for a resume.
+        answer_versions: which weights compute which tokens of the answers.
+        queues: ours, in the place of vLLM's queues of waiting requests.
     """
 
     lora_config: Any
@@ -134,18 +140,19 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self._finite_answers = FiniteAnswers(self.planner.state.of_request, rows_are_requests=rows_are_requests)
         self.answer_versions = AnswerVersions()
         self._waiting_with_kv: dict[str, Any] = {}  # requests that wait with blocks of the KV cache, by id
-        self._counts_loads = True  # whether `has_requests` is true for loads alone
+        self._counts_loads = True  # whether `has_requests` is true while workers load, without any request
         if vllm_config.kv_transfer_config is not None:
             patch_offloading()
         super().__init__(vllm_config, *args, **kwargs)
         # `schedule` skips a waiting request whose adapter would be the first above `max_loras` in the batch, and
-        # asserts the number (vllm/v1/core/sched/scheduler.py, 0.32); pointed slots are more.
+        # asserts the number (vllm/v1/core/sched/scheduler.py, 0.32). Pointed slots may be more than `max_loras`.
         self.lora_config = copy.copy(self.lora_config)
         self.lora_config.max_loras = self.planner.state.slots.total  # vLLM's own limit never binds
         self._places = QueuePlaces(self._enters_queue, self._group_of, self.planner.state.open_groups)
         self.queues = [self._replace_queue(name, rank) for name, rank in _QUEUES.items() if hasattr(self, name)]
 
     def _replace_queue(self, name: str, rank: int) -> AdapterQueue:
+        """Replace the queue of this attribute; raises InvalidSettings where it is not one of vLLM's own classes."""
         from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 
         if type(getattr(self, name)) not in (FCFSRequestQueue, PriorityRequestQueue):
@@ -168,12 +175,16 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         was_idle = session is not None and session.status == RequestStatus.WAITING_FOR_STREAMING_REQ
         take_client(request)
         super().add_request(request)
+        # vLLM keeps an idle session in the queue: its next part does not enter, so `_enters_queue` is not called.
         if was_idle and session.lora_request is not None and not session.is_finished():
             self._waiting_with_kv[session.request_id] = session
             self._arrives_at_its_place(session)
 
     def _enters_queue(self, request: Any, rank: int, is_front: bool) -> tuple[Hashable, Order]:
-        """Return group and place of a request that comes, that vLLM has preempted, or that is a session's next part."""
+        """Return group and place of a request that enters a queue: a new or preempted request, or an idle session.
+
+        The group None is the base model's, and always open.
+        """
         from vllm.v1.request import RequestStatus
 
         state, name = self.planner.state, request.request_id
@@ -181,6 +192,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         if request.lora_request is None:
             return None, order
         if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+            # A session that waits for its next part: for the planner, the part that has run is a whole request.
             self._finite_answers.is_whole(name)
             self.planner.ended([name], time.monotonic())
         elif name not in state.of_request:
@@ -195,16 +207,19 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         return group, order
 
     def _group_of(self, request: Any) -> Hashable:
+        """Return the group of a waiting request, None for the base model's."""
         return None if request.lora_request is None else self.planner.state.group_of(request.request_id)
 
     def _arrives_at_its_place(self, request: Any) -> None:
+        """Have the planner learn of a request that is in a queue already, and keeps its place there."""
         for queue in self.queues:
-            # None of the queues has a session that vLLM has dropped.
+            # A session that vLLM has dropped is in no queue.
             if (place := queue.place_of(request)) is not None:
                 self._arrives(request, place)
                 queue.regroup(request)
 
     def _arrives(self, request: Any, order: Order) -> None:
+        """Hold a request of a paused name; have any other request wait for its adapter."""
         name = request.lora_request.lora_name
         if self.pauses.holds(name, request.lora_client):
             self.pauses.hold(name, request.request_id, request, request.lora_client)
@@ -227,6 +242,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             self._waits(session, spec, order, is_other=False)
 
     def _waits(self, request: Any, spec: AdapterSpec, order: Order, *, is_other: bool) -> None:
+        """Have a request wait for the adapter of this spec, of a further generation if `is_other`."""
         self.planner.arrived(
             spec,
             request.request_id,
@@ -247,13 +263,15 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             self._assign(request, adapter)
 
     def _refuse(self, request: Any, error: LoRAPluginsError) -> None:
+        """Have a request end with this error after the next step (`_answer_refused`)."""
         self.planner.ended([request.request_id], time.monotonic())
         self.planner.state.refuse(request, error)
 
     def _assign(self, request: Any, adapter: Adapter) -> None:
+        """Give a request that has not begun its adapter's weights, and note these if the request asked for others."""
         asked_for = request.lora_request.lora_path
         assign(request, adapter)
-        if is_in_store(asked_for) and asked_for != request.lora_request.lora_path:  # an earlier version, or a later
+        if is_in_store(asked_for) and asked_for != request.lora_request.lora_path:  # another version of the name
             self.answer_versions.begin(request.request_id, weights_of(adapter))
 
     def regroup(self) -> None:
@@ -266,6 +284,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
                 queue.regroup(request)
 
     def _follow(self, request: Any, adapter: Adapter) -> None:
+        """Give a held request the present weights of its adapter, or refuse it where its KV cache rules them out."""
         if not has_begun(request):
             self._assign(request, adapter)
         elif adapter.key != request.lora_request.lora_int_id:  # its KV cache is of another generation
@@ -274,7 +293,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             self._move([(request, adapter)])
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Free as vLLM does, whatever has ended the request."""
+        """Free as vLLM does, and have the planner learn that the request has ended, in whatever way."""
         from vllm.v1.request import RequestStatus
 
         freed = super()._free_request(request, *args, **kwargs)
@@ -286,7 +305,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         return freed
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
-        """Finish as vLLM does, requests that wait for a resume too."""
+        """Finish as vLLM does, and forget what is noted of the requests, among them requests that wait for a resume."""
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._forget(request.request_id)
@@ -302,12 +321,16 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self._go_on(self.pauses.resume(name))
 
     def join(self, name: str, clients: Collection[str]) -> None:
-        """Have parts of clients' requests run, or end, that a pause has stopped or held: other engines had parts."""
+        """Have stopped and held parts of these clients' requests run or end, as the parts do that other engines run.
+
+        Without the parts here, a request that has begun elsewhere would be whole only after the pause.
+        """
         if (joined := self.pauses.join(name, clients)) is not None:
             self.planner.go_on(name, time.monotonic(), clients)
             self._go_on(joined)
 
     def _go_on(self, requests: Iterable[Any]) -> None:
+        """Have the planner learn of these requests, which a pause has held in vLLM's queues."""
         self.regroup()
         for request in requests:
             self._arrives_at_its_place(request)
@@ -321,6 +344,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         output = super().schedule(*args, **kwargs)
         self.answer_versions.batch_is_scheduled()
         self._has_scheduled()
+        # Workers carry the commands out before the batch.
         if commands:
             message_fields.attach_commands(output, commands)
         return output
@@ -328,6 +352,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
     def plan(self) -> list[Command]:
         """Plan the step; return the work of the workers before its requests run."""
         plan = self.planner.plan(time.monotonic(), is_paused=self._is_paused, is_stopped=self.is_stopped)
+        # Moved adapters: their requests go on with the weights of another adapter.
         self._move([(self.requests[name], adapter) for adapter in plan.moved for name in adapter.running])
         self.regroup()
         if self._waiting_with_kv:
@@ -338,7 +363,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         return plan.commands
 
     def _say_what_is_short(self) -> None:
-        """Say once that a flag makes requests wait while memory is left, as a KV cache with room shows."""
+        """Log once that a flag makes requests wait although memory is left, as a KV cache with room shows."""
         state, stats = self.planner.state, self.planner.stats
         flag, state.waits_for = state.waits_for, ""
         if not stats.short_of and self.kv_cache_manager.usage < _FULL:
@@ -346,6 +371,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             logger.warning("Requests wait for others' adapters, while memory is left for more adapters: raise %s", flag)
 
     def answer_calls(self) -> None:
+        """Answer the calls (of operators, of `collective_rpc`) that can be answered by now."""
         self.planner.answer_calls(time.monotonic(), is_paused=self._is_paused, is_stopped=self.is_stopped)
         self.pauses.answer()
 
@@ -355,7 +381,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         self.answer_calls()
 
     def _preempt_waiting(self) -> None:
-        """Have sessions that wait for their adapter free their KV cache, and the workers' places, for who may run."""
+        """Preempt sessions that wait for their adapter: others need their KV cache, and their places in the workers."""
         for name, session in list(self._waiting_with_kv.items()):
             if not has_kv_cache(session):  # runs, or has ended, or was preempted
                 del self._waiting_with_kv[name]
@@ -371,14 +397,16 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             if request in queue:
                 queue.remove_request(request)  # not `remove_requests`: vLLM has not dropped the session
         self._preempt_request(request, time.monotonic(), drop_stale_output=True)
-        request.status = status  # the workers get a session's next part as a new request
+        request.status = status  # so that the workers get a session's next part as a new request
 
     def _has_scheduled(self) -> None:
-        """Have the planner learn which requests run from now on, and whom vLLM has passed over."""
+        """Have the planner learn which requests run from now on, and which wait for an adapter while others run."""
         now = time.monotonic()
         self.planner.began(self._places.take_popped(), now)
         if self._is_paused:
             return
+        # With room for further requests and none that may run, every waiting request was passed over (None); else those
+        # before the last place that vLLM has looked at.
         if self._places.is_exhausted and len(self.running) < self.max_num_running_reqs:
             self.planner.passed_over(None, now)
         elif self._places.reached is not None:
@@ -388,6 +416,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         """Have requests go on with their adapters' present weights."""
         for request, adapter in running:
             name, weights = request.request_id, weights_of(adapter)
+            # Tokens that are computed keep their weights: from the next token on, the answer is of the present weights.
             if request.num_computed_tokens or request.num_output_tokens:
                 self.answer_versions.move(name, name_of(weights_path(request)), weights)
                 move(request, adapter, self.hash_block_size)
@@ -411,6 +440,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             self._end_without_tokens(request)
         outputs, now = super().update_from_output(scheduler_output, model_runner_output), time.monotonic()
         self._end_dropped()
+        # vLLM drops the tokens of requests that have ended, so the errors are their only output.
         for request, error in errors.items():
             _answer(outputs, request, error)
         for output in (output for of_client in outputs.values() for output in of_client.outputs):
@@ -430,6 +460,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
             request: no_numbers(request.lora_request.lora_name, "an answer")
             for request in self._finite_answers.without_numbers(self.requests, output)
         }
+        # A report with a key is of a slot that could not be written before the batch: its requests had no weights.
         lost = {report.key: report.error for report in reports if isinstance(report, Failed) and report.key}
         for request in self.running if lost else ():
             if request.lora_request is not None and request.lora_request.lora_int_id in lost:
@@ -449,6 +480,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
                 self.planner.ended([request.request_id], time.monotonic())
 
     def _end_without_tokens(self, request: Any) -> None:
+        """End a request, and drop its blocks from the prefix cache: their values are of NaN, or of no weights."""
         from vllm.v1.request import RequestStatus
 
         # Before the end: vLLM forgets which blocks a finished request had.
@@ -465,6 +497,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
         return request is None or request.is_finished() or request.status == RequestStatus.WAITING_FOR_STREAMING_REQ
 
     def _answer_refused(self, outputs: dict[int, Any]) -> None:
+        """End the refused requests, with an output for each; an error of None ends a request as aborted."""
         from vllm.v1.request import RequestStatus
 
         for request, error in self.planner.take_refused():
@@ -478,7 +511,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     @property
     def _is_paused(self) -> bool:
-        return bool(self.pause_state != 0)
+        return bool(self.pause_state != 0)  # 0 is `PauseState.UNPAUSED`
 
     @property
     def is_stopped(self) -> bool:
@@ -500,25 +533,29 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
     @property
     def _receives_kv(self) -> bool:
+        """Whether a connector loads blocks for a waiting request: steps must go on to see the end of the load."""
         from vllm.v1.request import RequestStatus
 
         if self.connector is None or not self.stopped_count:
             return False
-        # `waiting`, the last, has no request with blocks.
+        # The last of the queues, `waiting`, has no request with blocks.
         statuses = (request.status for queue in self.queues[:-1] for request in queue)
         return any(status == RequestStatus.WAITING_FOR_REMOTE_KVS for status in statuses)
 
     def has_requests(self) -> bool:
-        """Return whether to go on with steps: for the workers' jobs without any request too."""
+        """Return whether to go on with steps: for requests, and for jobs of the workers without any request."""
         has_work = super().has_requests() or self.planner.state.refused
         has_work = has_work or (self.pauses.expects_parts and not self._is_paused)
-        if not self._counts_loads:
+        if not self._counts_loads:  # see `without_loads`
             return bool(has_work) or self.planner.is_writing
         return bool(has_work) or self.planner.has_work(is_paused=self._is_paused, is_stopped=self.is_stopped)
 
     @contextmanager
     def without_loads(self) -> Iterator[None]:
-        """Inside, `has_requests` answers for requests and for slots that are being written: what a pause waits for."""
+        """Within the block, `has_requests` counts requests and slots that are being written, for which a pause waits.
+
+        Loads into host memory, for which a pause does not wait, are left out.
+        """
         self._counts_loads = False
         try:
             yield
@@ -527,6 +564,7 @@ class AdmittingScheduler(Scheduler):  # type: ignore[misc]  # mypy does not read
 
 
 def _answer(outputs: dict[int, Any], request: Any, error: LoRAPluginsError | None) -> None:
+    """Add a last output for a request to its client's outputs, with the error; None for an aborted request."""
     from vllm.v1.engine import EngineCoreOutputs
 
     of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())

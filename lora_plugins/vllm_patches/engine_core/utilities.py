@@ -1,9 +1,9 @@
 """How our calls of vLLM's engine core take arguments and answer: at once, or with a Future that vLLM answers later.
 
 vLLM's clients call a method of the engine core by name: a utility. `utility` makes a function one, and `answer_of`
-gives the planner's Future the form of an answer. In the caller's own process (offline, without multiprocessing) no
-steps are made meanwhile, so a utility makes steps without batches itself, as long as the workers have work for its
-answer; the utility does not wait for steps that only the caller can make.
+gives the planner's Future the form of an answer. In the caller's own process (offline, without multiprocessing) the
+engine makes no steps during a call. So a utility makes steps without batches itself, as long as the workers have work
+for its answer. It does not wait for running requests to end: only the caller can make the steps that they need.
 
 Touches:
     vllm.v1.engine.core:
@@ -26,13 +26,13 @@ from lora_plugins.scheduler.messages import Outcome, from_plain, to_plain
 from lora_plugins.scheduler.planner import Planner
 from lora_plugins.vllm_patches.engine_core.scheduler import has_planner
 
-_STEP_WAIT_S = 0.05
+_STEP_WAIT_S = 0.05  # how long a step waits in the workers for their jobs
 
 
 def utility(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a utility for vLLM's messages, of engines with a planner: arguments and answer are plain values.
+    """Return a function as a utility: its arguments and answer cross as plain values in vLLM's messages.
 
-    Arguments are converted to the annotated types.
+    Arguments are converted to the annotated types. In an engine without a planner the utility raises RuntimeError.
     """
     # vLLM itself converts arguments of msgspec's own classes only (`_convert_msgspec_args` in vllm/v1/engine/core.py,
     # 0.32); ours are dataclasses.
@@ -42,16 +42,17 @@ def utility(function: Callable[..., Any]) -> Callable[..., Any]:
     def wrapped(self: Any, *arguments: Any) -> Any:
         if not has_planner(self):
             raise RuntimeError("lora_plugins: this engine has no planner, as LoRA is off")
-        given = zip(kinds, arguments, strict=False)  # the last ones may be left out
+        given = zip(kinds, arguments, strict=False)  # callers may leave out the last arguments
         return then(function(self, *(from_plain(kind, plain) for kind, plain in given)), to_plain)
 
     return wrapped
 
 
 def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = False) -> Future[Outcome] | Outcome:
-    """Return a call's outcome, with its error in the answer: of an exception vLLM carries the text only.
+    """Return the outcome of a call, at once or as a Future; a `LoRAPluginsError` is in the outcome, and not raised.
 
-    In the caller's own process, calls that wait for running requests get NoFreeSlot, unless it `is_enough_to_begin`.
+    In the caller's own process, a call that would wait for running requests gets NoFreeSlot. With `is_enough_to_begin`
+    (an eviction, which ends later by itself) the call gets an outcome without an error.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
@@ -60,6 +61,7 @@ def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = Fals
         _step_while_busy(core, future)
         if is_enough_to_begin and not future.done():
             return Outcome()
+        # A call that has not ended by now would wait for ever: it ends with this error.
         core.scheduler.planner.withdraw(future, _in_use(), time.monotonic())
         return _outcome(future)
     answer: Future[Outcome] = Future()
@@ -70,6 +72,7 @@ def answer_of(core: Any, future: Future[Any], *, is_enough_to_begin: bool = Fals
 
 
 def _outcome(done: Future[Any]) -> Outcome:
+    """Return the outcome of a future that is done: the error of this package that it ended with, or none."""
     error = done.exception()
     return Outcome(error=error) if isinstance(error, LoRAPluginsError) else Outcome()
 
