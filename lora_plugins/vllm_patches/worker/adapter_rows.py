@@ -1,7 +1,7 @@
 """Each row of a batch is computed with the adapter of its request, in three places where vLLM mistakes the rows.
 
-Runs in workers: vLLM gives each row of a matrix the adapter of the row's request, and is wrong about the number or the
-order of rows here.
+Runs in workers: vLLM gives each row of a matrix the adapter of the row's request. In the three places below, vLLM is
+wrong about the number or the order of rows.
 
 1. Embeddings of models that vLLM computes through Transformers: token ids have two dimensions, and
 `VocabParallelEmbeddingWithLoRA.forward` (vllm/lora/layers/vocab_parallel_embedding.py, 0.30 to 0.33) takes the first
@@ -13,11 +13,12 @@ are flattened.
 adapters of `lm_head` meet other requests' rows on GPUs, and vLLM's CPU kernels raise. Here the adapters are repeated
 for each row that `prepare_inputs` has counted, as vLLM's first runner does.
 
-3. Encoders, and the keys and values of cross-attention: they have a row for each frame of an audio or patch of an
-image. vLLM gives a module the punica wrapper of the longest of the model's prefixes (`get_mm_mapping`) that has one. A
-model without the mapping (Whisper, BAGEL, ERNIE 4.5 VL) has the tokens' rows everywhere, and so has a tower or
-connector below another prefix, where its own is off. Here such a module gets no wrapper, and so no adapter. Whisper
-gets the mapping with `--enable-tower-connector-lora`, by which vLLM names the adapter of each frame.
+3. Encoders, and the keys and values of cross-attention: their matrices have a row for each frame of an audio or patch
+of an image. A punica wrapper holds the adapter of each row, for one part of the model. vLLM gives a module the wrapper
+of the longest of the model's prefixes (`get_mm_mapping`) that has one. In a model without the mapping (Whisper, BAGEL,
+ERNIE 4.5 VL), every module has the wrapper of the tokens' rows. So has a tower or connector whose own adapters are off,
+if its prefix begins with another part's. Here such a module gets no wrapper, and so no adapter. Whisper gets the
+mapping with `--enable-tower-connector-lora`, by which vLLM names the adapter of each frame.
 
 Touches:
     vllm.v1.worker.gpu.lora_utils:
@@ -71,6 +72,7 @@ def _init_punica_wrapper(original: Any, self: Any, *args: Any, **kwargs: Any) ->
 
     model = self.model
     language = getattr(model, "_language_model_names", ())
+    # With one name for the language model, the marks of the constructor say which module is which part.
     if len(language) == 1 and not hasattr(model, "get_mm_mapping"):
         keys = MultiModelKeys(language, list(_of_encoded_frames(model)), model._tower_model_names)  # noqa: SLF001
         model.get_mm_mapping = lambda: keys
@@ -82,6 +84,7 @@ def _init_punica_wrapper(original: Any, self: Any, *args: Any, **kwargs: Any) ->
 
 
 def _of_encoded_frames(model: Any) -> Iterator[str]:
+    """Yield the names of layers in cross-attention that compute keys and values, from encoded frames."""
     from vllm.model_executor.layers.attention import CrossAttention
 
     for name, layer in model.named_modules():
@@ -96,11 +99,12 @@ def _get_punica_wrapper(original: Any, self: Any, module_name: str) -> Any:
     Until: vLLM looks for the longest prefix among all parts.
     """
     wrapper = original(self, module_name)
-    if not self.supports_mm:
+    if not self.supports_mm:  # a model of text alone has one wrapper
         return wrapper
     parts = self.mm_mapping
     prefixes = (*parts.language_model, *parts.tower_model, *parts.connector)
     innermost = max((one for one in prefixes if module_name.startswith(one)), key=len, default=None)
+    # None where the innermost part has no wrapper, as its adapters are off.
     return wrapper if innermost is None else self.punica_wrapper_mapping.get(innermost)
 
 
@@ -146,7 +150,8 @@ def _make_lora_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> An
     """Repeat the adapter of each request for each of its rows of logits."""
     of_requests, *others = original(self, *args, **kwargs)
     rows = vars(self).pop(_ROWS, None)
-    # Without drafts each request has one row. A vLLM that repeats adapters itself names more than one a request.
+    # Without drafts each request has one row. A vLLM that repeats adapters itself returns more than one a request.
+    # None: `prepare_inputs` has not counted rows, as in a dummy run.
     if rows is None or (rows == 1).all() or len(of_requests) != len(rows):
         return of_requests, *others
     by_row = [one for one, count in zip(of_requests, rows.tolist(), strict=True) for _ in range(count)]

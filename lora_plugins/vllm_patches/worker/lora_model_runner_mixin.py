@@ -2,8 +2,9 @@
 
 Runs in each worker, as vLLM loads the model: `LoRAModelRunnerMixin.load_lora_model` is wrapped
 (vllm/v1/worker/lora_model_runner_mixin.py, 0.30 to 0.33). Another package may have put its own class into the mixin,
-before our plugins were loaded or after (Unsloth does). Such a class reads the adapters' files; our manager decides
-which adapters are loaded, and when, as the scheduler says. A class that changes more than the reading is refused.
+before our plugins were loaded or after (Unsloth does). Then a class of ours reads the adapters' files by the method of
+that class, and loads the adapters that the scheduler names, when it names them. A class that changes more than the
+reading is refused.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from typing import Any
 from lora_plugins.errors import InvalidSettings
 from lora_plugins.vllm_patches.wrapping import wrap
 
-_MODULE, _LOADS = "vllm.lora.worker_manager", "_load_adapter"
+_MODULE, _LOADS = "vllm.lora.worker_manager", "_load_adapter"  # vLLM's managers, and their method that reads an adapter
 
 
 def patch(**options: Any) -> None:
-    """Have every worker of this process make its manager of our class, with these options."""
+    """Have every worker of this process make its manager of our class, with these options of its constructor."""
     from vllm.v1.worker import lora_model_runner_mixin
 
-    import lora_plugins.worker.manager  # noqa: F401 - while its base class is vLLM's, where still so
+    import lora_plugins.worker.manager  # noqa: F401 - derives from vLLM's class, before another package replaces it
 
     mixin = lora_model_runner_mixin.LoRAModelRunnerMixin
     wrap(mixin, "load_lora_model", functools.partial(_load_lora_model, options=options))
@@ -42,7 +43,7 @@ def _load_lora_model(original: Any, self: Any, *args: Any, options: dict[str, An
     """
     from vllm.v1.worker import lora_model_runner_mixin as module
 
-    # The name is looked up in each call: another package may set it after our plugins were loaded.
+    # Look the class up in each call: another package may put its own there after our plugins were loaded.
     found = module.LRUCacheWorkerLoRAManager
     module.LRUCacheWorkerLoRAManager = functools.partial(planned(found), **options)
     try:
@@ -73,14 +74,16 @@ def planned(found: Any) -> type:
         lost = {name for name in more if not name.startswith("_") or name in vars(Ours)}
     if lost:
         raise _not_planned(found, "which defines " + ", ".join(sorted(lost)) + " too")
-    if found in Ours.__mro__:
+    if found in Ours.__mro__:  # vLLM's own class
         return Ours
-    # A method in the class's own body comes before both bases: theirs reads, ours does all else.
+    # The method in the class's own body comes before the methods of both bases: `found` reads, ours does all else.
     return type(f"Planned{found.__name__}", (Ours, found), {_LOADS: getattr(found, _LOADS)})
 
 
 def _names_of_vllm() -> set[str]:
-    # Loaded again: where another package's copy is in its place, nothing may refer to vLLM's own class any more.
+    """Return the names that vLLM's own class defines or inherits."""
+    # Load the module again: if another package's copy is in the place of vLLM's own class, no name may refer to the
+    # original any more.
     spec: Any = importlib.util.find_spec(_MODULE)
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -88,13 +91,13 @@ def _names_of_vllm() -> set[str]:
 
 
 def require_planned(manager: Any) -> Any:
-    """Return the manager of a worker, in every step.
+    """Return the manager of a worker; called in every step, as another package may replace the manager at any time.
 
     Raises:
         InvalidSettings: the manager is missing, or takes no commands from the scheduler.
     """
     if manager is None:
-        # Without a word the plan would be dropped, and requests would wait for slots that nobody writes.
+        # Without this error, the commands would be dropped, and requests would wait for slots that nobody writes.
         raise InvalidSettings(
             "a worker with LoRA, but without a manager at model_runner.lora_manager",
             expected="a model runner with vLLM's LoRAModelRunnerMixin",

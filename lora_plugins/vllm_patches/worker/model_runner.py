@@ -1,12 +1,12 @@
 """vLLM's model runners zero new KV blocks before use, and count rows of logits with NaN or infinity.
 
-`patch` runs as plugins are loaded; an engine core then marks its KV configuration, and workers, which get copies, zero
-blocks. `patch_runners` runs in each worker once the model runner is made. Model runners are vLLM's first (V1) and its
-second (V2), each with own modules.
+`patch` runs as plugins are loaded. An engine core then marks its KV configuration, whose copies have the workers zero
+blocks. `patch_runners` runs in each worker once the model runner is made. vLLM has two model runners, the first (V1)
+and the second (V2), in different modules.
 
 Why blocks are zeroed: a block is filled token by token, and attention reads the whole block, with weight 0 behind the
-last token. After an adapter whose keys or values overflowed, the product is 0 * NaN, NaN for the block's next user,
-requests of the base model too. vLLM zeroes blocks where a model has Mamba layers, if
+last token. If keys or values of the block's last user, with an adapter, overflowed, the product is 0 * NaN: NaN for the
+next user, which may be a request of the base model. vLLM zeroes blocks where a model has Mamba layers, if
 `KVCacheConfig.needs_kv_cache_zeroing` says so (vllm/v1/kv_cache_interface.py, 0.30 to 0.33): here for every engine
 with LoRA.
 
@@ -23,13 +23,13 @@ from lora_plugins.settings import default_for_children
 from lora_plugins.vllm_patches.wrapping import wrap
 
 VARIABLE = "VLLM_COMPUTE_NANS_IN_LOGITS"
-# Of vLLM's first model runner and of its second, by the module that calls the function.
+# The functions that count NaN, in the first model runner and in the second, by the module that calls the function.
 _COUNTING = (
     ("vllm.v1.worker.gpu_model_runner", "count_nans_per_row"),
     ("vllm.v1.worker.gpu.sample.sampler", "get_num_nans"),
     ("vllm.v1.worker.gpu.spec_decode.rejection_sampler", "get_num_nans"),
 )
-# What computes logits of prompts, in the first model runner and in the second.
+# The methods that compute logits of prompts, in the first model runner and in the second.
 _OF_PROMPTS = (
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner", "_get_prompt_logprobs_dict"),
     ("vllm.v1.worker.gpu.sample.prompt_logprob", "PromptLogprobsWorker", "compute_prompt_logprobs"),
@@ -67,7 +67,7 @@ def patch_runners(vllm_config: Any) -> None:
     Why: an answer of such logits would be that of no weights; the scheduler ends its request.
     Until: vLLM ends requests whose logits are NaN.
     """
-    # Only modules that this process has imported: an import here would load the other runner, for nothing.
+    # Patch only modules that this process has imported: an import here would load the runner that is not used.
     for module, function in () if _ends_requests_with_nan(vllm_config) else _COUNTING:
         if (loaded := sys.modules.get(module)) is not None:
             setattr(loaded, function, not_finite_in_rows)
@@ -87,7 +87,7 @@ def _ends_requests_with_nan(vllm_config: Any) -> bool:
 
 
 class _OrRunsAdapters(property):
-    """True for marked configurations, else vLLM's own property."""
+    """A property that is true for marked configurations, and vLLM's own property for any other."""
 
     def __init__(self, vllms: property) -> None:
         super().__init__(lambda config: getattr(config, _RUNS_ADAPTERS, False) or vllms.__get__(config))
@@ -115,10 +115,10 @@ def _get_kv_cache_configs(original: Any, vllm_config: Any, *args: Any, **kwargs:
 
 
 def _loads_while_zeroing(vllm_config: Any) -> bool:
-    """Return whether blocks are loaded in the step that zeroes them, by transfers that do not wait for the zeroing.
+    """Return whether a connector loads blocks in the step that zeroes them, without waiting for the zeroing.
 
-    MoRIIO's READ mode does (ROCm): it spares such blocks the zeroing for models with Mamba layers only. Other
-    connectors load later, and vLLM leaves their blocks out.
+    MoRIIO's READ mode does (ROCm), and keeps such blocks from being zeroed only for models with Mamba layers. Other
+    connectors load later, and vLLM does not zero their blocks.
     """
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     return transfer is not None and transfer.kv_connector == "MoRIIOConnector"
@@ -127,7 +127,8 @@ def _loads_while_zeroing(vllm_config: Any) -> bool:
 def not_finite_in_rows(logits: Any) -> Any:
     """Return for each row 1 if the row holds NaN or infinity, else 0 (int32, on the device).
 
-    The largest of values with NaN is NaN. Masked values of a row, or a row's all, are minus infinity.
+    The largest of values with NaN is NaN, which is not below infinity. Minus infinity is no fault: vLLM masks values
+    so, sometimes all of a row.
     """
     import torch
 
@@ -151,6 +152,7 @@ def _compute_prompt_logprobs(original: Any, self: Any, *args: Any, **kwargs: Any
 
     from lora_plugins.worker.prompt_rows import rows_of_batch
 
+    # The only tensor among the arguments is the hidden states, whatever their place is in a release.
     token = rows_of_batch.set(next(one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor)))
     try:
         return original(self, *args, **kwargs)
@@ -159,6 +161,7 @@ def _compute_prompt_logprobs(original: Any, self: Any, *args: Any, **kwargs: Any
 
 
 def _zero_block_ids(original: Any, self: Any, block_ids: list[int]) -> None:
+    """Zero the blocks of all groups of attention, on the CPU; see `_get_kv_cache_configs`."""
     from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
     original(self, block_ids)
