@@ -1,7 +1,7 @@
 """Findings about an environment: misspelt plugins and variables, and settings that keep each other from working.
 
-`lora-plugins doctor` shows all, right or wrong, and `lora-plugins why` shows its steps in the same form; a server logs
-the wrong ones as it starts. In go the environment and the settings, out come `Step`s.
+`lora-plugins doctor` shows all findings, and `lora-plugins why` shows its steps in the same form; a server logs only
+warnings and problems as it starts. In go the environment and the settings, out come `Step`s.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from lora_plugins.plugin_names import EVERYTHING, FILESYSTEM, KERNELS, OURS, PLU
 from lora_plugins.settings import VARIABLES, Settings, named_in_environment, names_of_plugins
 from lora_plugins.variables import PREFIX, closest
 
-_SHARED = ("lora", "resolver", "plugin", "plugins")
-_ALMOST = 0.85  # no variable of vLLM itself is as like one of ours
-_SHORT = {"fs": "filesystem", "huggingface": "hf"}
+_SHARED = ("lora", "resolver", "plugin", "plugins")  # words that most of our plugins' names have
+_ALMOST = 0.85  # likeness of two names, 1 for equal names; no variable of vLLM itself is so like one of ours
+_SHORT = {"fs": "filesystem", "huggingface": "hf"}  # other words for words of our plugins' names
 
 
 class State(StrEnum):
-    """`ON` and `OK` are as they should be, `OFF` is a choice; a `PROBLEM` keeps something asked for from working."""
+    """`OK` and `ON` need no remedy, `OFF` is a choice; a `PROBLEM` keeps something that was asked for from working."""
 
     OK = "ok"
     ON = "on"
@@ -34,9 +34,10 @@ class State(StrEnum):
 
 
 class Step(NamedTuple):
-    """One check: what it found, and the remedy, if something is to be done; the doctor sets its own `check`.
+    """One check, by name: what it found, and the remedy, empty where nothing is to be done.
 
-    `state` is a `State`; for `why`, also `yes`, `no`, `no answer`, `not asked`, `not checked` or `failed`.
+    `state` is a `State`; for `why`, also `yes`, `no`, `no answer`, `not asked`, `not checked` or `failed`. The doctor
+    fills in an empty `check`.
     """
 
     check: str
@@ -49,6 +50,7 @@ class Step(NamedTuple):
 
 
 def problem_of(error: LoRAPluginsError) -> Step:
+    """Return an error as a problem, with an empty `check`."""
     expected = f"; expected {error.expected}" if error.expected else ""
     return Step("", State.PROBLEM, f"{error.found}{expected}", error.remedy)
 
@@ -63,7 +65,10 @@ def discovered_plugins() -> Mapping[str, Sequence[str]]:
 
 
 def unknown_plugins(env: Mapping[str, str], installed: Collection[str], *, only_ours: bool = False) -> Iterator[Step]:
-    """Yield names in `VLLM_PLUGINS` that vLLM passes over in silence; with `only_ours`, names that look like ours."""
+    """Yield a step for each name in `VLLM_PLUGINS` of which vLLM loads nothing, without an error.
+
+    With `only_ours`, only names that look like a name of this package.
+    """
     for name in names_of_plugins(env):
         close, looks_like_ours = plugin_meant(name)
         if not name or name in installed or (only_ours and not looks_like_ours):
@@ -73,6 +78,7 @@ def unknown_plugins(env: Mapping[str, str], installed: Collection[str], *, only_
             found = f"VLLM_PLUGINS names '{name}', and vLLM does not leave out the space: it is not loaded"
             yield Step("plugins", State.PROBLEM, found, "separate the names by commas alone")
             continue
+        # Another package's plugin may be meant.
         close = close or (None if only_ours else closest(name.strip(), installed))
         found = f"VLLM_PLUGINS names '{name}', and no installed package has such a plugin"
         ours = f"correct or remove the name; lora-plugins has {EVERYTHING}, or {', '.join(OURS)}"
@@ -81,7 +87,10 @@ def unknown_plugins(env: Mapping[str, str], installed: Collection[str], *, only_
 
 
 def misspelt_variables(env: Mapping[str, str]) -> Iterator[Step]:
-    """Yield variables with almost the name of one that we read; an unknown `LORA_PLUGINS_*` is an error already."""
+    """Yield a step for each variable with almost the name of a variable that we read.
+
+    Names with our prefix are left out: reading the settings refuses an unknown `LORA_PLUGINS_*`.
+    """
     for name in sorted(env):
         close = None if name in VARIABLES or name.startswith(PREFIX) else closest(name, VARIABLES, _ALMOST)
         if close:
@@ -89,7 +98,10 @@ def misspelt_variables(env: Mapping[str, str]) -> Iterator[Step]:
 
 
 def plugin_meant(name: str) -> tuple[str | None, bool]:
-    """Return the plugin of ours that a name means, if clear, and whether the name looks like one of ours at all."""
+    """Return the plugin of this package that a name means, and whether the name looks like a name of this package.
+
+    The plugin is None where it is not clear which plugin is meant.
+    """
     folded = name.strip().casefold().replace("-", "_")
     if closest(folded, (EVERYTHING,), _ALMOST) is not None:
         return EVERYTHING, True
@@ -99,6 +111,7 @@ def plugin_meant(name: str) -> tuple[str | None, bool]:
         having = [plugin for plugin in OURS if set(words) <= set(plugin.split("_"))]
         if len(having) == 1:
             return having[0], True
+    # Without our beginning, the first word must be like `lora`, or the whole name a part of a plugin's name.
     if not folded.startswith("lora_"):
         close = closest(folded, OURS) if closest(folded.split("_")[0], ("lora",)) else None
         return close, close is not None or (len(folded) > 1 and any(folded in plugin for plugin in OURS))
@@ -108,7 +121,7 @@ def plugin_meant(name: str) -> tuple[str | None, bool]:
 
 
 def at_start(settings: Settings, env: Mapping[str, str], *, base_rows_get_an_adapter: bool) -> Iterator[Step]:
-    """Yield a server's warnings once the model is known, beside names of plugins; `check` is the doctor's.
+    """Yield a server's warnings once the model is known; `unknown_plugins` warns of names of plugins.
 
     With `base_rows_get_an_adapter`, vLLM's own kernels run on the CPU and compute base-model rows with an adapter.
     """
@@ -129,6 +142,7 @@ def at_start(settings: Settings, env: Mapping[str, str], *, base_rows_get_an_ada
 
 
 def resolvers_not_asked(settings: Settings) -> Iterator[Step]:
+    """Yield a problem if vLLM asks no resolver of any name."""
     if not settings.runtime_lora_updating:
         found = "vLLM asks no resolver: VLLM_ALLOW_RUNTIME_LORA_UPDATING is not 1"
         yield Step("runtime", State.PROBLEM, found, "set VLLM_ALLOW_RUNTIME_LORA_UPDATING=1")

@@ -4,8 +4,8 @@ Runs in an API server, and in programs that use vLLM's engines. vLLM reads these
 and warns of the adapter's (`_validate_lora`). Wrapped are (0.30 to 0.33) `OnlineRenderer`, which makes prompts of
 messages by `preprocess_chat` and of texts by `preprocess_completion`; `InputProcessor.process_inputs`, which makes
 every request to the engine; `RequestState`, which makes text of answers; and `/tokenize`. In each, `Chats`
-(`resolvers/chats.py`) says what the version of the request brings: a `Chat`. `LORA_PLUGINS_ADAPTER_CHAT` says how much
-of the `Chat` is used.
+(`resolvers/chats.py`) says what the version of the request brings: a `Chat`, with a template, added tokens and end
+tokens. `LORA_PLUGINS_ADAPTER_CHAT` says how much of the `Chat` is used (`AdapterChat`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lora_plugins.vllm_patches.api_server.adapter_tokenizers import renderer_of,
 from lora_plugins.vllm_patches.api_server.server_lifecycle import planned_lifecycle
 from lora_plugins.vllm_patches.wrapping import signature_of, wrap
 
-_TRIES = 3
+_TRIES = 3  # renderings of one request, while swaps go on
 
 
 def patch() -> None:
@@ -53,12 +53,12 @@ def _mode() -> AdapterChat:
 
 
 def _chats_for(request: Any) -> Chats | None:
-    """Return what is known of the files of a `LoRARequest`; None for no request."""
+    """Return this process's `Chats` for a request with an adapter; None for a request of the base model."""
     return None if request is None else this_process().resolver.chats
 
 
 async def _chat_of(name: str | None) -> Chat:
-    """Return what the version brings that is served under a name now; nothing for the base model."""
+    """Return what the version that is served under a name now brings; an empty `Chat` for the base model."""
     if _mode() is AdapterChat.STRICT:
         return Chat()  # no adapter's template runs before `_refuse_other` has seen it
     models, chat = this_process().models(), Chat()
@@ -67,27 +67,27 @@ async def _chat_of(name: str | None) -> Chat:
         with as_http():
             try:
                 chat = await chats.read(request.lora_path)
-            except DamagedCopy:  # or one that the store has removed: it is fetched again, as for the engine
+            except DamagedCopy:  # or removed from the store: `using` fetches the copy again, as for the engine
                 if (lifecycle := planned_lifecycle(models)) is None:
                     raise
                 async with lifecycle.copies.using(request, share_of_request()) as present_request:
                     chat = await chats.read(present_request.lora_path)
     if chat.warning:
         _warn(name, chat.warning)
-        present().warnings[chat.warning] = None
+        present().warnings[chat.warning] = None  # for the response: a dict as a set in order
     return chat
 
 
-@lru_cache(1000)  # once for each version
+@lru_cache(1000)  # so that each name and warning is logged once
 def _warn(name: str | None, warning: str) -> None:
     logger.warning("Adapter %r: %s", name, warning)
 
 
 async def _rendered(name: str | None, render: Callable[[Chat], Awaitable[Any]]) -> Any:
-    """Render with what a name's version brings, and again if a swap during the rendering brought another version."""
+    """Render with the `Chat` of a name's version, and again if a swap during the rendering brought another version."""
     chat = await _chat_of(name)
     result = await render(chat)
-    # From here to vLLM's look at the table of served adapters nothing awaits, so no swap comes between.
+    # After the last `_chat_of`, nothing awaits until vLLM reads the table of served adapters: no swap comes between.
     for _ in range(_TRIES):
         before, chat = chat, await _chat_of(name)
         if chat == before:
@@ -124,7 +124,7 @@ async def _preprocess_chat(original: Any, self: Any, request: Any, *args: Any, *
         if template is not None:
             of_server = call.arguments["default_template_kwargs"] or {}
             call.arguments["default_template_kwargs"] = {**chat.special_tokens, **of_server}
-            # A trainer's copy of the base model's template is no reason to give up the operator's.
+            # The operator's template (`--chat-template`) wins over a trainer's mere copy of the base model's.
             is_copy = template.strip() in (text.strip() for text in _templates_of(self.renderer.tokenizer).values())
             has_other = call.arguments["default_template"] is not None and is_copy
             if not has_other and _mode() is not AdapterChat.TOKENS:
@@ -159,7 +159,8 @@ async def _tokenize(original: Any, self: Any, request: Any, *args: Any, **kwargs
     Why: the routes say how a prompt of the adapter is cut.
     Until: vLLM has a tokenizer for each adapter again.
     """
-    # vLLM's own check comes after our look at the table, into which the check puts a cold name.
+    # The check puts the adapter of a name that was not served yet into the table. vLLM checks too, but only after
+    # `_chat_of` has read the table.
     if (error := await self._check_model(request)) is not None:
         return error
     serving = await _with_tokens(self, await _chat_of(request.model))
@@ -179,7 +180,7 @@ def _from_new_request(original: Any, tokenizer: Any, request: Any, *args: Any, *
 
 
 def know_tokenizer(chats: Chats, renderer: Any, model_config: Any) -> None:
-    """Have versions read from here on keep those added tokens that this engine's tokenizer can take in."""
+    """Have versions that are read from now on keep only the added tokens that this engine's tokenizer can take in."""
     chats.served = chats.served or partial(served_chat, renderer.tokenizer, model_config.get_vocab_size())
 
 
@@ -199,18 +200,18 @@ def _process_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     made = original(self, *args, **kwargs)
     chats = _chats_for(made.lora_request)
     if chats is not None and made.sampling_params is not None and self.tokenizer is not None:
-        know_tokenizer(chats, self.renderer, self.model_config)  # `LLM` has no table of models
+        know_tokenizer(chats, self.renderer, self.model_config)  # here for `LLM`, which has no table of models
         try:
             with as_http(), describing(adapter=made.lora_request.lora_name):
                 chat = chats.at(made.lora_request.lora_path)
                 if _mode() is AdapterChat.STRICT:
                     _refuse_other(chat, self)
         except Exception as error:
-            present().error = error  # a stream that has not begun gets the error's status
+            present().error = error  # so that a stream that has not begun gets the error's status
             raise
         tokenizer = tokenizer_of(self.tokenizer, chat)
         if chat.added_tokens:
-            made.sampling_params.update_from_tokenizer(tokenizer)  # bad_words
+            made.sampling_params.update_from_tokenizer(tokenizer)  # which cuts bad_words into tokens
         if ids := _end_ids(chat, tokenizer, self.model_config.get_vocab_size()):
             fields, of_base = {"eos_token_id": ids}, self.renderer.get_eos_token_id()
             made.sampling_params.update_from_generation_config(fields, of_base)
@@ -219,6 +220,7 @@ def _process_inputs(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _refuse_other(chat: Chat, processor: Any) -> None:
     """Refuse an adapter that brings for chats what the base model does not have (LORA_PLUGINS_ADAPTER_CHAT=strict)."""
+    # The end tokens of the server: the tokenizer's, and the generation config's, an id or a list of ids.
     tokenizer, of_server = processor.tokenizer, processor.generation_config_fields.get("eos_token_id") or ()
     ends = {tokenizer.eos_token_id, *((of_server,) if isinstance(of_server, int) else of_server)}
     templates = _templates_of(tokenizer)
@@ -243,12 +245,13 @@ def _refuse_other(chat: Chat, processor: Any) -> None:
 
 
 def _templates_of(tokenizer: Any) -> dict[str, str]:
+    """Return the base model's templates by Transformers' names; empty without a template."""
     own = getattr(tokenizer, "chat_template", None) or {}
     return own if isinstance(own, dict) else {"default": own}
 
 
 def _end_ids(chat: Chat, tokenizer: Any, vocabulary: int) -> list[int]:
-    """Return the ids of an adapter's end tokens; outside of the base model's vocabulary no token is ever sampled."""
+    """Return the ids of an adapter's end tokens, without ids beyond the vocabulary, which are never sampled."""
     text = chat.special_tokens.get("eos_token")
     of_text = None if text is None else tokenizer.get_vocab().get(text)
     return sorted({token for token in (of_text, *chat.end_ids) if token is not None and token < vocabulary})

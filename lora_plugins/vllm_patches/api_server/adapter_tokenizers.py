@@ -19,8 +19,8 @@ from typing import Any
 from lora_plugins.adapter.chat import AddedToken, Chat
 
 _MOST = 8  # tokenizers of different added tokens in memory; one with 150,000 words has 100 MB, and takes a second
-# Of tokens that the base model lacks: making a tokenizer takes 80 times the bytes of their texts in memory, and seconds
-# for each MiB.
+# The most tokens that the base model lacks, and bytes of their texts: making a tokenizer takes 80 times these bytes of
+# memory, and seconds for each MiB.
 _MOST_NEW, _NEW_BYTES = 20_000, 1 << 20
 _ADDED, _POST = '"added_tokens":', '"post_processor":'
 _PROBE = "a"  # a text whose tokens show what a post-processor adds
@@ -39,16 +39,20 @@ def served_chat(base: Any, vocabulary: int, chat: Chat) -> Chat:
     if base is None:
         return replace(chat, added_tokens=(), post_processor="")
     words = base.get_vocab()
+    # `chat` may be the result of an earlier call, so lost tokens are tried again.
     new = tuple(token for token in (*chat.added_tokens, *chat.lost_tokens) if words.get(token.text) != token.id)
     few_enough = len(new) <= _MOST_NEW and sum(len(token.text.encode()) for token in new) <= _NEW_BYTES
     is_taken = not new or (few_enough and new[-1].id < vocabulary and tokenizer_with(base, new) is not None)
     added, lost = (new, ()) if is_taken else ((), new)
     chat = replace(chat, added_tokens=added, lost_tokens=lost)
+    # The post-processor of the base model, as JSON; `null` for none.
     of_base = getattr(getattr(base, "backend_tokenizer", None), "post_processor", None)
     made = "null" if of_base is None else of_base.__getstate__()
     is_same = not chat.post_processor or json.loads(chat.post_processor) == json.loads(made)
     own = base if is_same else tokenizer_with(base, added, chat.post_processor)
+    # `own` is None where the base model's tokenizer cannot take the post-processor.
     if own is not None and max(ids := own.encode(_PROBE), default=0) < vocabulary:
+        # A post-processor that adds the same tokens as the base model's needs no tokenizer of its own.
         return chat if ids != base.encode(_PROBE) else replace(chat, post_processor="")
     unused = (*chat.unused, "post_processor of tokenizer.json (the base model's tokenizer cannot take it)")
     return replace(chat, post_processor="", unused=unused)
@@ -80,7 +84,7 @@ async def renderer_of(renderer: Any, chat: Chat) -> Any:
         return renderer
     own = copy.copy(renderer)
     own.tokenizer = tokenizer
-    # vLLM binds these to the original.
+    # vLLM binds these two functions to the original renderer when it makes the renderer.
     own._tokenize_prompt_async = make_async(own._tokenize_prompt, executor=own._executor)  # noqa: SLF001
     own._async_tokenizer_decode = make_async(own._decode, executor=own._executor)  # noqa: SLF001
     return own
@@ -95,7 +99,7 @@ def tokenizer_with(base: Any, added: tuple[AddedToken, ...], post_processor: str
     from transformers import PreTrainedTokenizerFast
     from vllm.tokenizers.hf import get_cached_tokenizer, maybe_make_thread_pool
 
-    # vLLM's wrappers name what they wrap for pickling.
+    # vLLM wraps the tokenizer, perhaps twice. For pickling, a wrapper names the function that made it and its argument.
     while (parts := base.__reduce_ex__(4))[0] in (maybe_make_thread_pool, get_cached_tokenizer):
         base = parts[1][0]
     if not isinstance(base, PreTrainedTokenizerFast):
@@ -110,6 +114,7 @@ def tokenizer_with(base: Any, added: tuple[AddedToken, ...], post_processor: str
         begin = text.index(_POST, begin + len(changed)) + len(_POST)
         _, end = json.JSONDecoder().raw_decode(text, begin)
         text = text[:begin] + post_processor + text[end:]
+    # A shallow copy with another tokenizer of the `tokenizers` package inside.
     own = copy.copy(base)
     try:
         own._tokenizer = type(base.backend_tokenizer).from_str(text)  # noqa: SLF001

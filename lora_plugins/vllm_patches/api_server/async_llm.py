@@ -2,9 +2,9 @@
 
 Runs in an API server, and in programs that use `AsyncLLM`. Wrapped are `AsyncLLM.add_lora`, `remove_lora`, `generate`
 and `encode` (vllm/v1/engine/async_llm.py, 0.30 to 0.33). A `LoRARequest` names a path, whose files may change or go:
-what lies there is copied into the store (a snapshot), and the engine gets the request with the copy's path. The
-planner of every engine loads, and the error that ended a request is raised as an `HTTPException` with our status and
-text.
+the files are copied into the store (a snapshot), and the engine gets the request with the copy's path. The planner of
+every engine loads the adapter (`scheduler/state.py` has the planner's words). The error that ended a request is raised
+as an `HTTPException` with our status and text.
 
 Where the API server has a lifecycle, it has put its copies of served adapters on the client (`COPIES`): a copy that is
 damaged or missing is then fetched again, and the request goes on.
@@ -43,7 +43,7 @@ from lora_plugins.worker.request_types import is_inplace, is_vllms
 
 # Attributes of a client: the copies of adapters that its API server serves, its snapshots, and its planners.
 COPIES, _SNAPSHOTS, _PLANNER = "lora_plugins_copies", "lora_plugins_snapshots", "lora_plugins_planner"
-_DEATH_IS_SEEN_S = 1.0
+_DEATH_IS_SEEN_S = 1.0  # how long after an engine's death a waiting call sees it, at most
 
 
 def patch() -> None:
@@ -59,7 +59,7 @@ def patch() -> None:
 def planner_of(client: Any) -> PlannerClient:
     """Return the planners behind an engine client; the same object every time.
 
-    Of several engines, each answers by the private call.
+    With several engines, a private method of vLLM's client asks each of them.
 
     Touches:
         vllm.v1.engine.core_client:
@@ -97,7 +97,7 @@ def known_snapshots(client: Any) -> Snapshots | None:
 
 
 async def _held(client: Any) -> Any:
-    """Return the ids that the engines of a client hold.
+    """Return the ids of adapters that the engines of a client have.
 
     Touches:
         vllm.v1.engine.async_llm: AsyncLLM{list_loras(self)}
@@ -114,7 +114,7 @@ def lora_config_of(client: Any) -> Any:
 
 
 def has_planner(client: Any) -> bool:
-    """Return whether LoRA is on."""
+    """Return whether the engines of a client have planners: LoRA is on."""
     return lora_config_of(client) is not None
 
 
@@ -124,6 +124,7 @@ def is_planned(client: Any) -> bool:
 
 
 def _asking(client: weakref.ref[Any]) -> Ask:
+    # `ask` returns each engine's answer, by the engine's number.
     async def ask(utility: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
         """Call a utility of every engine: vLLM's own call returns the first engine's answer only."""
         target = client()
@@ -135,6 +136,7 @@ def _asking(client: weakref.ref[Any]) -> Ask:
         core = target.engine_core
         engines = getattr(core, "core_engines", None) or []
         numbers = [int.from_bytes(identity, "little") for identity in engines] or [0]
+        # The public call, as long as it asks every engine: a client in the caller's process has no other.
         if len(engines) < 2:
             calls = [core.call_utility_async(utility, *arguments)]
         else:
@@ -145,7 +147,7 @@ def _asking(client: weakref.ref[Any]) -> Ask:
 
 
 def _without_lora(utility: str) -> dict[int, Any]:
-    """No engine of a server without LoRA has a planner: nothing can be loaded, and figures are empty."""
+    """Answer for a server without LoRA, whose engines have no planners: no figures, and an error for any other call."""
     if utility in {"lora_plugins_residency", "lora_plugins_figures"}:
         return {}
     raise without_lora()
@@ -172,13 +174,15 @@ async def _unless_dead(client: Any, answers: asyncio.Future[list[Any]]) -> list[
 
 
 async def _add_lora(original: Any, self: Any, lora_request: Any) -> Any:
-    """Have every planner load a copy of the adapter; what has no directory to copy goes to vLLM's own method."""
+    """Have every planner load a copy of the adapter; a request without a directory goes to vLLM's own method."""
     with as_http():
         async with snapshots_of(self).adding(lora_request) as taken:
+            # `taken` is the request with the copy's path, or `lora_request` itself where nothing was copied.
             if taken is lora_request and (is_inplace(taken) or not is_vllms(taken)):  # no directory
                 return await original(self, taken)
             if taken is not lora_request and only_engines_have(taken):  # loaded already, from no directory
                 return True
+            # Workers on other nodes fetch a copy in the store from where the caller's path is.
             uri = place_by_path(lora_request.lora_path) if is_in_store(taken.lora_path) else None
             await planner_of(self).load(taken, uri=uri, wants_slot=False)
     return True
@@ -193,6 +197,8 @@ def remove_lora(original: Any, self: Any, lora_id: int) -> Any:
 
 def _answer(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Generate or encode: give the request the path of the adapter's copy; raise the error that an output carries.
+
+    Calls for the base model go to vLLM unchanged.
 
     Touches:
         vllm.v1.engine.async_llm:
@@ -218,7 +224,7 @@ async def _watched(original: Any, call: inspect.BoundArguments) -> AsyncIterator
             raise response.error from None
     copies, share = getattr(client, COPIES, None), share_of_request()
     may_fetch_again = True  # once for a request: a damaged or missing copy
-    while True:
+    while True:  # twice at most
         taken = None
         try:
             async with nullcontext(lora_request) if copies is None else copies.using(lora_request, share) as taken:
@@ -237,7 +243,8 @@ async def _watched(original: Any, call: inspect.BoundArguments) -> AsyncIterator
                     yield output
                 return
         except LoRAPluginsError as error:
-            # An answer that has begun cannot begin again, and an error before `taken` is not a copy's fault.
+            # Fetch again only a copy that this request has used (`taken`), and only before its first output: an answer
+            # that has begun cannot begin again.
             if copies is not None and may_fetch_again and taken is not None and not has_begun:
                 may_fetch_again = False
                 if (again := await copies.after_failure(taken, error)) is not None:
@@ -250,7 +257,7 @@ async def _watched(original: Any, call: inspect.BoundArguments) -> AsyncIterator
 
 
 def _note_spans(response: Response, output: Any, path: str | None) -> None:
-    """Note which versions have made an output, by the engine; else, for a first output, the version at `path`."""
+    """Note the versions that an output names; if it names none, the version at `path`, None after the first output."""
     spans = (getattr(output, "kv_transfer_params", None) or {}).get(VERSIONS)
     if spans is None and path is not None and is_in_store(path):
         spans = [(os.path.basename(path), 0)]

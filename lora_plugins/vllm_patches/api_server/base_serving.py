@@ -2,8 +2,8 @@
 
 Runs in an API server, for each request. Every serving class picks a request's adapter by
 `BaseServing._maybe_get_adapters` and checks the name before by `_check_model` (0.30 to 0.33); both are wrapped. With
-an access policy, an adapter that the key may not use looks like an adapter that does not exist. The name alone
-decides, before anything is looked up, so neither text nor time says what exists.
+an access policy, an adapter that the API key may not use looks like an adapter that does not exist. The name alone
+decides, before anything is looked up, so neither the text of an error nor its time shows which adapters exist.
 
 The digest of the version goes into the response's `system_fingerprint`, which four classes have. vLLM fills the field
 with a description of the server, in some chunks of a stream only; with `--fingerprint-mode none` vLLM leaves the field
@@ -32,9 +32,11 @@ from lora_plugins.vllm_patches.api_server.async_llm import is_planned, lora_conf
 from lora_plugins.vllm_patches.message_fields import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
-# Of production-stack, Text Generation Inference, LoRAX, SGLang, llama.cpp; `lora_request` is of vLLM's `LLM.generate`.
+# Names of fields in which clients of other servers name an adapter: production-stack, Text Generation Inference, LoRAX,
+# SGLang, llama.cpp; `lora_request` is of vLLM's `LLM.generate`.
 _FIELD_OF_OTHERS = re.compile(r"(lora|adapter)s?(_?(adapter|name|path|request|(int_?)?id)s?)?", re.IGNORECASE)
-_HOLDERS = ("parameters", "extra_body", "nvext")  # of Text Generation Inference, a client's call sent as JSON, Dynamo
+# Fields that hold further fields: of Text Generation Inference, of a client's call that was sent as JSON, of Dynamo.
+_HOLDERS = ("parameters", "extra_body", "nvext")
 _MOST_COMPARED = 1_000  # names: a few milliseconds of the event loop at most
 
 
@@ -59,16 +61,16 @@ def patch() -> None:
 
 
 def may_use(name: str) -> bool:
-    """Return whether the present request may use an adapter; an unseen request may use the default's adapters."""
+    """Return whether the present request may use an adapter; without a principal, the policy's default decides."""
     policy = this_process().policy
     return policy is None or (principal_of_request.get() or policy.default).may_use(name)
 
 
 def near_names(models: Any, lora_name: str) -> list[str]:
-    """Return served and listed names like a misspelt one, which the present request may use."""
+    """Return names like a misspelt name that are served or listed, and that the present request may use."""
     process = this_process()
     known = itertools.islice(itertools.chain(models.lora_requests, process.listed_names.at_hand()), _MOST_COMPARED)
-    found = near(lora_name, {name for name in known if "@" not in name and may_use(name)})
+    found = near(lora_name, {name for name in known if "@" not in name and may_use(name)})  # `@`: a version of a name
     blocked = process.resolver.store.blocks.among(found) if found else ()
     return [name for name in found if name not in blocked]
 
@@ -76,8 +78,8 @@ def near_names(models: Any, lora_name: str) -> list[str]:
 def _maybe_get_adapters(original: Any, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
     """Pick the request's adapter as vLLM does, unless the policy or a block forbids the adapter.
 
-    A streamed response for an adapter begins when the engine has begun to answer. The 404 for a name that was there a
-    moment ago is a 503, and a blocked name's answer a 404, whatever vLLM's table says.
+    A streamed response for an adapter begins when the engine has begun to answer. A name that was unloaded after vLLM's
+    first look gets a 503, not vLLM's 404. A blocked name gets a 404, even if vLLM's table has it.
 
     Why: vLLM sends status 200 before it knows whether the adapter can be loaded, and looks a name up twice, between
         which it may be unloaded.
@@ -93,7 +95,7 @@ def _maybe_get_adapters(original: Any, self: Any, request: Any, *args: Any, **kw
     process = this_process()
     _refuse_unread_fields(process, request, adapter)
     if adapter is not None and not may_use(adapter.lora_name):
-        adapter = None  # a default adapter (`image`) comes without being named
+        adapter = None  # a default adapter (`image`), which the request did not name: the base model answers
     if adapter is not None:
         with as_http():  # another server of the store blocked the name, or its unload waits
             process.resolver.store.blocks.refuse(adapter.lora_name)
@@ -125,7 +127,8 @@ def _get_active_default_mm_loras(original: Any, self: Any, request: Any) -> Any:
 async def _check_model(original: Any, self: Any, request: Any) -> Any:
     """Check a name as vLLM does, without adapters that the key may not use; raise for unknown names of pooling too.
 
-    Pooling's own check lets every name pass. After ours, a name that `_maybe_get_adapters` misses is an unload's.
+    vLLM's own check of pooling lets every name pass. After ours, a name that `_maybe_get_adapters` does not find was
+    unloaded meanwhile.
 
     Touches:
         vllm.entrypoints.serve.engine.serving:
@@ -140,7 +143,7 @@ async def _check_model(original: Any, self: Any, request: Any) -> Any:
 
     serving = _as_if_absent(self, request)
     error = await original(serving, request)
-    # `error` is None for a name that vLLM resolved just now, too: the table has such a name by then.
+    # A name that vLLM has resolved just now has no error either, and is in the table by now.
     is_there = serving._is_model_supported(request.model) or request.model in serving.models.lora_requests  # noqa: SLF001
     if error is None and not is_there:
         raise VLLMNotFoundError(f"The model `{request.model}` does not exist.")  # as `_maybe_get_adapters` has it
@@ -152,6 +155,7 @@ def _as_if_absent(serving: Any, request: Any) -> Any:
 
     vLLM's own code then answers "no such model", in vLLM's words. A mixture gets its canonical name, which is served.
     """
+    # Without a name, vLLM answers with the base model.
     name = canonical(request.model or "")
     if not name or may_use(name) or serving.models.is_base_model(name):
         request.model = name or request.model
@@ -163,7 +167,7 @@ def _as_if_absent(serving: Any, request: Any) -> Any:
 
 
 def _over(serving: Any, adapters: dict[str, Any]) -> Any:
-    """Return a shallow copy with these adapters, for one call: other requests go on with the table itself."""
+    """Return a shallow copy of `serving` with these adapters, for one call: other requests keep the table itself."""
     taken = copy.copy(serving)
     taken.models = copy.copy(serving.models)
     taken.models.lora_requests = adapters
@@ -175,9 +179,9 @@ async def _resolve_nothing(_: str) -> None:
 
 
 def _refuse_unloaded(serving: Any, request: Any) -> None:
-    """Raise "ask once more" for a name that vLLM has checked, and that was unloaded before the second look.
+    """Raise "ask once more" for a name that vLLM has checked, and that was unloaded before vLLM's second look.
 
-    Calls without a request have checked nothing: vLLM's own error stands.
+    Calls outside of a request have checked nothing: vLLM's own error stands.
     """
     if not (is_for_request() and is_planned(serving.models.engine_client)):
         return
@@ -214,10 +218,11 @@ def _unread(field: str, value: Any) -> IncompatibleAdapter:
 
 
 def _note_version(process: Process, serving: Any, adapter: Any) -> None:
-    """Note the digest in the path of a version in the store; other adapters have no known digest."""
+    """Note for the response the digest in the path of a version in the store; other adapters have no known digest."""
     digest = None if adapter is None else process.resolver.store.layout.digest_of(adapter.lora_path)
     warnings = () if digest is None else process.resolver.known.warnings_of(digest)
-    # None: the operator has said `--fingerprint-mode none`. Classes without the attribute (pooling) fill nothing.
+    # The attribute is None with `--fingerprint-mode none`: the field is free for the digest. Classes without the
+    # attribute (pooling) have no such field.
     fills = getattr(serving, "system_fingerprint", "") is None
     present().note_version(digest, warnings=warnings, fills_fingerprint=fills)
 
@@ -226,8 +231,8 @@ def _init_response(original: Any, self: Any, **fields: Any) -> None:
     """Set the fields in every chunk; vLLM leaves out fields that it has not set.
 
     Where the serving class has no fingerprint (`--fingerprint-mode none`), the field has the digest that
-    `_maybe_get_adapters` has noted. What was moved has its versions in `kv_transfer_params`; chunks too, which have no
-    such field.
+    `_maybe_get_adapters` has noted. The response of a moved request has its versions in `kv_transfer_params`, also
+    in chunks of a stream, whose classes do not define the field.
 
     Touches:
         vllm.lora.request: LoRARequest{lora_path}
@@ -243,7 +248,7 @@ def _init_response(original: Any, self: Any, **fields: Any) -> None:
     if fields.get("system_fingerprint") is None and (digest := fingerprint()) is not None:
         fields["system_fingerprint"] = digest
     of_connector = {name: it for name, it in (fields.get("kv_transfer_params") or {}).items() if name != VERSIONS}
-    if of_connector:  # a proxy hands these to another engine as they are
+    if of_connector:  # a proxy passes the connector's parameters to another engine as they are, so without versions
         fields["kv_transfer_params"] = of_connector
     elif (response := present()).has_moved:
         fields["kv_transfer_params"] = {VERSIONS: response.spans}

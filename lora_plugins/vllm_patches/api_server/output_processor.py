@@ -1,19 +1,19 @@
-"""Requests to the engine name the client's request they are part of; outputs name their versions, and are counted.
+"""Requests to the engine name the client's request that they are part of; outputs name their versions, and are counted.
 
 Runs in an API server, and in programs that use vLLM's engines, in `InputProcessor`, `RequestState` and
 `OutputProcessor`.
 
-Requests: a client's request becomes several requests to the engine, its parts: a beam, a choice, a prompt of several.
-Each carries the name of the client's request as a header in `EngineCoreRequest.trace_headers`, which the engine core's
-scheduler takes out again. Ids of requests would not do, as clients choose them (`X-Request-Id`).
+Requests: a client's request becomes one or more requests to the engine, its parts: one for each beam, choice or prompt.
+Each part carries the name of the client's request as a header in `EngineCoreRequest.trace_headers`, which the engine
+core's scheduler takes out again. The ids of requests cannot be used, as clients choose them (`X-Request-Id`).
 
 Outputs: the scheduler names versions in the outputs of a moved request (`engine_core/request.py`), and vLLM passes on
-one output's names: of several choices the last choice's, of a whole answer the end's. An abort's end has no names, so
-the state of the request keeps them.
+the names of one output only: with several choices, the last choice's; without streaming, the last output's. vLLM makes
+the last output of an aborted request itself, without names. So the state of the request keeps the names.
 
-Counts: every step of every request passes here, its abort too, so tokens are counted by adapter and by key, once a
-choice has ended. vLLM's stat loggers see neither a request's adapter nor aborted requests. Where tracing is on, the
-span that vLLM makes of a request names the adapter and its versions.
+Counts: every output of every request passes here, the end of an aborted request too. So tokens are counted here, by
+adapter and by API key, when a choice ends. vLLM's stat loggers see neither a request's adapter nor aborted requests.
+Where tracing is on, the span that vLLM makes of a request names the adapter and its versions.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from lora_plugins.vllm_patches.engine_core.request import CLIENT
 from lora_plugins.vllm_patches.message_fields import VERSIONS
 from lora_plugins.vllm_patches.wrapping import wrap
 
-# Attributes of the state that several choices share, or of the only choice's: versions, and how many of the prompt's
-# tokens were counted, and taken of the key's limit.
+# Attributes of the state that several choices share, or of the only choice's state: the versions so far, how many of
+# the prompt's tokens were counted, and how many were subtracted from the key's limit.
 _SPANS, _PROMPT, _PAID = "lora_plugins_spans", "lora_plugins_prompt_tokens", "lora_plugins_paid_tokens"
 # Attributes of each choice's state: its tokens that were counted, and the limits of its key.
 _GENERATED, _RATE = "lora_plugins_generated_tokens", "lora_plugins_rate"
@@ -50,7 +50,7 @@ def patch() -> None:
 
 
 def patch_requests() -> None:
-    """Have every request of this process to an engine name its client's request, where there is one."""
+    """Have every request of this process to an engine, if it is for an adapter, name its client's request."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     wrap(InputProcessor, "assign_request_id", _assign_request_id)
@@ -101,6 +101,7 @@ def _make_request_output(  # noqa: PLR0917 - as vLLM has it
         FinishedRequestStats, which a stat logger gets, names no adapter and leaves aborted requests out.
     Until: vLLM's outputs have a field for the versions of an adapter, and its metrics of tokens name adapters.
     """
+    # `whole` stands for the client's request: the state that choices share, or the only choice's own.
     whole, said = self.parent_req or self, (kv_transfer_params or {}).get(VERSIONS, ())
     # Each output gets all spans so far: vLLM may pass on any output as the last.
     if spans := together(getattr(whole, _SPANS, ()), said):
@@ -147,12 +148,17 @@ def _instrument_manual(original: Any, *args: Any, attributes: Any, **kwargs: Any
 
 
 def _count(state: Any, whole: Any, finish_reason: str) -> None:
-    """Count the tokens that came to a choice since it last ended: an input that is streamed ends several times."""
+    """Count the tokens of a choice since its last end: with an input that comes in parts, it ends several times.
+
+    The prompt's tokens are counted once for all choices (`whole`).
+    """
     process, is_pooling = this_process(), state.detokenizer is None
     generated = 0 if is_pooling else state.detokenizer.num_output_tokens()
+    # Pooling makes no tokens, so that only its end says whether the engine has read the prompt.
     has_run = finish_reason not in {"abort", "error"} if is_pooling else generated > 0
     more = generated - getattr(state, _GENERATED, 0)
-    # A client that leaves before the first token may have had the whole prompt read: only the engine knows how much.
+    # After an abort before the first token, only the engine knows how much of the prompt it has read: the key's limit
+    # counts the whole prompt.
     if (rate := getattr(state, _RATE, None)) is not None and (has_run or finish_reason == "abort"):
         process.rates.spend(rate, state.prompt_len - getattr(whole, _PAID, 0) + more)
         setattr(whole, _PAID, state.prompt_len)

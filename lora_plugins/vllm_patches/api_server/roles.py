@@ -1,8 +1,8 @@
 """The role of this process among several API servers: the leader, which changes the served adapters, or a follower.
 
-`take_role` runs at the start of each API server, before vLLM's table of names has a name. `several_api_servers.py` has
-given all servers a folder, and vLLM's engine client knows the server's number: number 0 leads. From then on, followers
-have a copy of the leader's table, and call the leader over a socket in the folder (`lifecycle/leader.py`,
+`take_role` runs at the start of each API server, while vLLM's table of names is empty. `several_api_servers.py` has
+given all servers one folder, and vLLM's engine client knows the server's number: number 0 leads. Then followers have a
+copy of the leader's table, and call the leader over a socket in the folder (`lifecycle/leader.py`,
 `lifecycle/follower.py`): `_listen` answers their calls, `resolved_by_leader` makes one.
 """
 
@@ -40,8 +40,8 @@ _NOT_ACCEPTING = 2**31 - 1
 async def take_role(models: Any, process: Process, serve_static: Callable[[], Awaitable[None]]) -> None:
     """Lead, or follow: vLLM's table of names in `models` is shared from here on. A single server stays as it is.
 
-    `lora_requests` is replaced: by a table whose changes followers get, or by a copy. All but followers serve the
-    adapters of the command, by `serve_static`.
+    `models.lora_requests` is replaced: in the leader by a table whose changes followers get, in a follower by a copy of
+    the table. A leader and a single server call `serve_static`, which serves the adapters of the command line.
 
     Touches:
         vllm.v1.engine.core_client: AsyncMPClient{client_count, client_index}
@@ -57,6 +57,7 @@ async def take_role(models: Any, process: Process, serve_static: Callable[[], Aw
     """
     core: Any = getattr(models.engine_client, "engine_core", None)
     count, folder = getattr(core, "client_count", 1), process.folder
+    # `changes` names a setting by which served adapters may change; without a folder, the servers cannot agree.
     if folder is None and (changes := that_changes(process.settings)) is not None:
         refuse_several(count, changes)
     if count < 2 or folder is None or not has_planner(models.engine_client):
@@ -81,11 +82,12 @@ async def take_role(models: Any, process: Process, serve_static: Callable[[], Aw
 
 
 async def _listen(models: Any, process: Process, leader: Leader, folder: Path) -> None:
-    """Let followers in."""
+    """Accept followers, and answer the calls that `FollowedCopies`, `FollowedRates` and others make in them."""
 
     async def call(frame: Frame, held: AsyncExitStack) -> Frame:
         match frame["call"]:
             case "use":
+                # Until the follower ends the call, which closes `held`, the copy stays in the store.
                 share = Share(**frame["share"])
                 await held.enter_async_context(lifecycle_of(models).copies.sharing(share, frame["name"]))
             case "resolve":
@@ -108,7 +110,7 @@ async def _listen(models: Any, process: Process, leader: Leader, folder: Path) -
 
 
 async def resolved_by_leader(follower: Follower, name: str) -> Any:
-    """Return or raise as vLLM's `resolve_lora` does in the leader: a request of the name, or an error response.
+    """Return or raise as vLLM's `resolve_lora` does in the leader: a `LoRARequest` of the name, or an error response.
 
     Touches: vllm.entrypoints.serve.engine.protocol: ErrorResponse{error}
     Why: a client shall see the same, whichever API server the client has asked.
@@ -131,6 +133,7 @@ async def resolved_by_leader(follower: Follower, name: str) -> Any:
 
 
 def _leader(models: Any, process: Process) -> Leader:
+    # A request of another class may hold weights, and cannot cross to a follower: None.
     def plain_of(request: Any) -> Frame | None:
         if not is_vllms(request):
             return None
@@ -175,8 +178,8 @@ def _follower(models: Any, process: Process) -> Follower:
 def _count_no_more(client: Any, app: Any, number: int) -> None:
     """Have living API servers count nothing of a dead one, whose numbers would stay in vLLM's shared memory.
 
-    A dead API server's load is that of a server that accepts nothing. vLLM's numbers are read with `getattr`: a release
-    without them changes nothing.
+    The load of the dead server becomes `_NOT_ACCEPTING`, and its count of queued requests 0. Releases without these
+    numbers are left alone.
 
     Touches:
         vllm.entrypoints.launchers.launcher: NoSignalServer{peer_loads} # since 0.32
@@ -208,6 +211,7 @@ def _request_of(adapter: Frame) -> Any:
 
 
 async def _resolve(models: Any, leader: Leader, frame: Frame) -> Frame:
+    """Resolve a name for a follower; the answer has an adapter, an error response, or an exception to raise there."""
     if frame["who"] is not None:  # each call has a context of its own
         label, share = frame["who"]
         # The follower has authenticated the request; only the label and the share decide here.
@@ -218,7 +222,7 @@ async def _resolve(models: Any, leader: Leader, frame: Frame) -> Frame:
     try:
         result = await models.resolve_lora(frame["name"])
     except (HTTPException, VLLMClientError) as error:
-        if isinstance(error.__context__, LoRAPluginsError):  # `as_http` raises it in the follower again
+        if isinstance(error.__context__, LoRAPluginsError):  # crosses whole, for `as_http` in the follower
             raise error.__context__ from None
         if isinstance(error, HTTPException):
             return {"raises": [error.status_code, str(error.detail), dict(error.headers or {})]}
@@ -230,6 +234,7 @@ async def _resolve(models: Any, leader: Leader, frame: Frame) -> Frame:
 
 
 def _exception_of(status: int, text: str, headers: dict[str, str]) -> Exception:
+    """Return an exception that vLLM answers with this status and text, as the leader's exception would be."""
     from fastapi import HTTPException
     from vllm.exceptions import VLLMClientError, VLLMNotFoundError
 
