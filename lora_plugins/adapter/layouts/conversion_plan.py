@@ -142,7 +142,7 @@ def _of_factors(weights: Weights, config: AdapterConfig, model: Model) -> Conver
     Each factor gets a pair that exists only for the plan, of rank 1, with the factor as B and an A that no file has.
     """
     pairs = [
-        LoraPair(one.module, replace(one.tensor, name=one.name_of_a), one.tensor, 1, 1.0)
+        LoraPair(one.module, replace(one.tensor, name=one.name_of_a), one.tensor, rank=1, alpha=1.0)
         for one in paced(weights.beside)
         if ".experts" not in one.module
     ]
@@ -212,7 +212,8 @@ def _vectors(made: Iterable[NewPair], weights: Weights) -> Iterator[tuple[Beside
                     expected="the vectors of all parts of a fused module in one dtype, or none",
                     remedy="train all parts of the module, or merge the adapter into the base model",
                 )
-            info = TensorInfo(f"{PREFIX}{new.module}.{kind.end}", sources[0].dtype, outputs, 0, 0)
+            # In no file yet, so without a place.
+            info = TensorInfo(f"{PREFIX}{new.module}.{kind.end}", sources[0].dtype, outputs, begin=0, end=0)
             yield Beside(new.module, kind, info), NewTensor(info, tuple(sources), rows)
 
 
@@ -325,7 +326,7 @@ def _fit(landed: Sequence[LoraPair], made: Sequence[NewPair], weights: Weights, 
         if any(one.kind.key == IA3 for one in weights.beside):  # the pairs are made up, see `_of_factors`
             list(vectors_of((one for one, _ in _vectors(made, weights)), model.modules, model.read))
         else:
-            check_landing(replace(weights, pairs=(*landed, *(new.pair for new in made))), model, "")
+            check_landing(replace(weights, pairs=(*landed, *(new.pair for new in made))), model, about="")
     except (IncompatibleAdapter, InvalidAdapter):
         return False
     return True

@@ -93,7 +93,8 @@ def check_ranks(pairs: Iterable[LoraPair], names: Names) -> None:
         # The rank that A's shape shows: (rank, in), (experts, rank, in) or (experts * rank, in).
         rank = shape[0] if is_one else shape[1] if len(shape) == 3 else shape[0] // experts.count
         role, its = _ROLES.get(rest.rpartition(".")[2], ""), replace(pair, rank=rank)
-        # With this rank, the sizes are those of the model: only the rank is wrong.
+        # `fits`: with this rank, the sizes are those of the model, so that only the rank is wrong. All experts have the
+        # same sizes, so the number of the expert, 0, does not matter.
         fits = _fits(0, role, its, experts) if is_one else any(_read(its, experts, form) for form in _FORMS)
         if fits and rank != pair.rank:
             raise IncompatibleAdapter(
