@@ -6,7 +6,7 @@ and the bytes of the file (`canonical_bytes`), with known keys only.
 
 An adapter's own configuration may have anything under unknown keys, and regular expressions of its author. vLLM parses
 everything at each load, in the engine. So the store keeps the canonical file under the name that vLLM reads
-(`PEFTHelper.from_local_dir`, 0.30 to 0.33), and the original beside, as `adapter_config.original.json`.
+(`PEFTHelper.from_local_dir`, 0.30 to 0.33), and the original beside (`ORIGINAL_CONFIG_FILE`).
 """
 
 from __future__ import annotations
