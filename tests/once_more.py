@@ -44,7 +44,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 def _passes(test: str, root: Path) -> bool:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", test]
-    return subprocess.run(command, cwd=root, stdout=subprocess.DEVNULL, check=False).returncode == 0
+    # Without the run's own options: a report of the whole run must not be written again, of one test.
+    environment = {**os.environ, "PYTEST_ADDOPTS": ""}
+    return subprocess.run(command, cwd=root, env=environment, stdout=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def _keep(flaky: dict[str, str], root: Path, load: float) -> None:
