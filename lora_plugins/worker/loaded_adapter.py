@@ -46,6 +46,7 @@ class LoadedAdapter:
         vectors: of modules that have any.
     """
 
+    name: str
     size_bytes: int
     is_instant: bool
     writes: tuple[WriteSlot, ...]
@@ -81,10 +82,12 @@ def take_scalings(model: Any) -> dict[int, float]:
 
 
 def build(
+    name: str,
     manager: Any,
     model: Any,
     scalings: Mapping[int, float],
     *,
+    is_pinned: bool,
     rank: int = 0,
     beside: Sequence[SlotWrite] = (),
     vectors: AdapterVectors | None = None,
@@ -92,9 +95,11 @@ def build(
     """Copy a parsed and merged adapter off its file, into memory of our own.
 
     Args:
-        manager: vLLM's `LoRAModelManager`. Where its device is CUDA, the memory is page-locked.
+        name: the adapter's name in errors.
+        manager: vLLM's `LoRAModelManager`.
         model: its `LoRAModel`.
         scalings: of `take_scalings`.
+        is_pinned: whether the memory is page-locked.
         rank: the largest of any module, before merging.
         beside: writes of tables that a slot has beside A and B.
         vectors: of modules that have any.
@@ -115,14 +120,14 @@ def build(
                 parts.append(_head(module, full))
     parts += [_Part(bytes_of(list(kept)), partial(_table, write, kept)) for write, kept in beside]
     # A single block for the whole adapter: freeing the adapter is one call.
-    block = Block(sum(part.size_bytes for part in parts), is_pinned=torch.device(manager.device).type == "cuda")
+    block = Block(sum(part.size_bytes for part in parts), is_pinned=is_pinned)
     writes += [part.copied_into(block) for part in parts]
     size_bytes = sum(part.size_bytes for part in parts)
     if vectors is not None:
         writes.append(vectors.write)  # last: each write of a layer's slot forgets the slot's vectors
         size_bytes += vectors.size_bytes
     is_instant = all(part.is_instant for part in parts)
-    return LoadedAdapter(size_bytes, is_instant, tuple(writes), rank, vectors)
+    return LoadedAdapter(name, size_bytes, is_instant, tuple(writes), rank, vectors)
 
 
 @dataclass(frozen=True, slots=True)

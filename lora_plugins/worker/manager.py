@@ -186,7 +186,11 @@ class PlannedWorkerLoRAManager(LRUCacheWorkerLoRAManager):  # type: ignore[misc]
             if check_finite:
                 adapter_checks.check_finite(model)
             beside = manager.trained_tokens.writes(read, self._modules, check_finite=check_finite)
-            return build(manager, model, scalings, rank=rank, beside=beside, vectors=vectors)
+            is_pinned = torch.device(self.device).type == "cuda"
+            return build(
+                spec.name, manager, model, scalings,
+                is_pinned=is_pinned, rank=rank, beside=beside, vectors=vectors,
+            )  # fmt: skip
 
     # --- vLLM's manager API, in the engine loop ---
 

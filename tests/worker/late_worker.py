@@ -158,7 +158,7 @@ class LateWorker:
             if spec.name == "bad":
                 raise MemoryError("no room for the rest")
 
-        return LoadedAdapter(spec.size_bytes, False, (write,))
+        return LoadedAdapter(spec.name, spec.size_bytes, False, (write,))
 
     # --- between both ---
 

@@ -61,7 +61,7 @@ class Disk:
             if spec.name in self.bad:
                 raise MemoryError("no room for the copy")
 
-        return LoadedAdapter(A_MB, False, (write,))
+        return LoadedAdapter(spec.name, A_MB, False, (write,))
 
 
 class FakeCuda:

@@ -32,7 +32,7 @@ def manager_of(*index_to_id: int | None) -> SimpleNamespace:
 
 
 def entry(adapter_id: int, size_bytes: int | None, *, is_instant: bool = False) -> WorkerAdapter:
-    loaded = None if size_bytes is None else LoadedAdapter(size_bytes, is_instant, ())
+    loaded = None if size_bytes is None else LoadedAdapter("a", size_bytes, is_instant, ())
     return WorkerAdapter(adapter_id, AdapterSpec(adapter_id, "a", "/a"), loaded)
 
 
