@@ -100,14 +100,14 @@ def check_base(
             + ("" if weights is None else ", or start a server of this model with this store once"),
         )
     # A warning of another model says more than the note that the names differ.
-    if named or mode is BaseMatch.OFF or warnings_of(config, base, mode):
+    if named or warnings_of(config, base, mode):
         return notes
     note = f"names base model '{config.base_model}'" if config.base_model else "names no base model"
     return (*notes, f"{note}, served is '{base.path}'; accepted because {'the rest' if notes else 'every shape'} fits")
 
 
 def check_config(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> bool:
-    """Check what needs no weights; return whether the configuration names the served model.
+    """Check what needs no weights; return whether the configuration names the served model, True where none is asked.
 
     Raises:
         IncompatibleAdapter: rank or base model do not fit.
@@ -149,6 +149,7 @@ def warnings_of(config: AdapterConfig, base: BaseModel, mode: BaseMatch) -> tupl
     # A served name is free (`gpt-4`), and a Hub id among them names a model. Any equal name is the operator's word.
     ids = filter(is_hub_id, base.served_names)
     for names in ((base.path, *ids, *base.aliases), (base.original_name,)):
+        # None: the names say too little to compare them; `()`: they agree.
         compared = {served: found for served in names if (found := differences(name, served)) is not None}
         if () in compared.values():
             return ()

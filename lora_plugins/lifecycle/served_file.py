@@ -180,7 +180,7 @@ def _pieces(path: Path) -> Iterator[list[DesiredAdapter]]:
     """
     with path.open("rb") as file:
         # Read the changes first, then the entries from the second line on again, without those that have changed.
-        lines = [line := file.readline()]
+        lines = [line := file.readline()]  # and, where the file is ours, what stands behind the closing bracket
         if line == _FIRST_LINE:
             for line in file:
                 if line == _LAST_LINE:

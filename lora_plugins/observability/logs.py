@@ -123,7 +123,7 @@ class LogEvents:
     def _log_loaded(self, event: events.AdapterLoaded) -> None:
         key = (event.name, event.path)
         # Versions differ by path: a swap resolves the next version while the first is still loading.
-        path, line = self._resolved.get(event.name, ("", ""))
+        path = self._resolved.get(event.name, ("", ""))[0]
         line = self._resolved.pop(event.name)[1] if path == event.path else ""
         is_new = bool(line) or key not in self._loaded
         self._loaded[key] = None
@@ -144,7 +144,7 @@ class LogEvents:
 def _warn_once(said: Cache[Any, None], key: Hashable, text: str) -> None:
     """Log a warning; at DEBUG while `said` remembers the key."""
     is_repeat = key in said
-    said.setdefault(key)  # a key of before keeps its end of time, and is remembered longer where the order counts
+    said.setdefault(key)  # for a known key, a TTL cache keeps the end of its time, and an LRU cache renews its use
     logger.log(logging.DEBUG if is_repeat else logging.WARNING, "%s", text)
 
 

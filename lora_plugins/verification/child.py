@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def main() -> None:
     """Answer requests until the parent, whose id is the second argument, ends this process."""
     # A killed parent cannot end a request in progress, and a process that the parent forked may hold the socket open.
-    # The signal comes with the end of the thread that has started this process, which is the parent's.
+    # The signal comes with the end of the parent's thread that has started this process.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(sys.argv[2]):
         return
@@ -57,7 +57,11 @@ def main() -> None:
 def _answer(
     request: protocol.Request, lists: protocol.Lists, more_bytes: int, connection: Connection
 ) -> tuple[protocol.Answer, protocol.Lists]:
-    """Return the answer and its lists: errors of the adapter, of the machine's limits, and our own are answers too."""
+    """Return the answer and its lists: errors of the adapter, of the machine's limits, and our own are answers too.
+
+    A request is a read, a write, or a call: the name of a function of this package, for bytes that only a process with
+    limits should parse.
+    """
     try:
         if isinstance(request, protocol.Read):
             return protocol.answer_of(_read(request))
@@ -120,8 +124,8 @@ def _set_limits(request: protocol.Request, more_memory_bytes: int) -> None:
 def _limit(kind: int, most: int) -> None:
     """Set a limit, up to the limit that the starter of this process allows.
 
-    Of computing, the soft limit is ours: the kernel sends SIGXCPU, and the bytes are at fault. The hard limit is the
-    starter's: the kernel kills, and the bytes are not at fault.
+    For seconds of computing, the soft limit is ours: the kernel sends SIGXCPU, and the bytes are at fault. The hard
+    limit is the starter's: the kernel kills, and the bytes are not at fault.
     """
     allowed = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (most if allowed == resource.RLIM_INFINITY else min(most, allowed), allowed))

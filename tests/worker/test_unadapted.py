@@ -14,6 +14,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from lora_plugins.adapter.model_modules import ExpertFormat, ModelModules, Unadapted
 from lora_plugins.scheduler.messages import Loaded
+from lora_plugins.vllm_patches import wrapping
 from lora_plugins.vllm_patches.worker import adapter_rows
 from lora_plugins.worker.model_description import describe
 from tests.vllm_patches.put_back import put_back
@@ -75,6 +76,15 @@ def parts_patched() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own methods, whatever a test of another file has patched in this process."""
+    for name, method in list(vars(LoRAModelManager).items()):
+        if hasattr(method, wrapping._OURS):
+            monkeypatch.setattr(LoRAModelManager, name, method.__wrapped__)
+
+
+@pytest.mark.usefixtures("unpatched")
 def test_vllm_itself_computes_encoded_frames_with_the_adapters_of_tokens(make_real_manager: Make) -> None:
     """Where this fails, vLLM has a mapping for Whisper, and `adapter_rows._init_punica_wrapper` could go."""
     manager = make_real_manager("whisper", LRUCacheWorkerLoRAManager)._adapter_manager

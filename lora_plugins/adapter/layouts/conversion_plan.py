@@ -314,7 +314,11 @@ def _prefixes(modules: Sequence[str], names: Names) -> Iterator[tuple[str, str]]
 
 
 def _moved(old: str, new: str, module: str) -> str:
-    """Return the name with the prefix `new` in the place of `old`; without `old`, a head's name, beside `model.`."""
+    """Return the name with the prefix `new` in the place of `old`.
+
+    A name that does not begin with `old` is of a module beside the layers, as a head: it gets what stands before
+    `model.` in `new`.
+    """
     if module.startswith(old):
         return new + module.removeprefix(old)
     return new.removesuffix(_MODEL) + module
