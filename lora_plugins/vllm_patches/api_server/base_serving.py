@@ -142,12 +142,14 @@ async def _check_model(original: Any, self: Any, request: Any) -> Any:
     from vllm.exceptions import VLLMNotFoundError
 
     serving = _as_if_absent(self, request)
-    error = await original(serving, request)
-    # A name that vLLM has resolved just now has no error either, and is in the table by now.
-    is_there = serving._is_model_supported(request.model) or request.model in serving.models.lora_requests  # noqa: SLF001
-    if error is None and not is_there:
-        raise VLLMNotFoundError(f"The model `{request.model}` does not exist.")  # as `_maybe_get_adapters` has it
-    return error
+    # Twice: an unload may take a name from the table before the request that has resolved the name goes on.
+    for _ in range(2):
+        error = await original(serving, request)
+        # A name that vLLM has resolved just now has no error either, and is in the table by now.
+        is_there = serving._is_model_supported(request.model) or request.model in serving.models.lora_requests  # noqa: SLF001
+        if error is not None or is_there:
+            return error
+    raise VLLMNotFoundError(f"The model `{request.model}` does not exist.")  # as `_maybe_get_adapters` has it
 
 
 def _as_if_absent(serving: Any, request: Any) -> Any:

@@ -280,6 +280,26 @@ def test_without_a_request_an_unknown_name_is_vllms_error(patched: Process) -> N
         one._maybe_get_adapters(SimpleNamespace(model="sqk"))
 
 
+@pytest.mark.parametrize("unloads", [1, 2])
+def test_a_name_unloaded_while_vllm_resolves_is_resolved_again(unloads: int) -> None:
+    """An unload that waits for the name's lock takes the name before the request goes on."""
+    models, looks = Models(), list[str]()
+
+    async def resolves(serving: Any, request: Any) -> None:
+        looks.append(request.model)
+        if len(looks) > unloads:
+            serving.models.lora_requests[request.model] = LoRARequest(request.model, 1, "/store/sql")
+
+    serving = SimpleNamespace(models=models, _is_model_supported=models.is_base_model)
+    check = base_serving._check_model(resolves, serving, SimpleNamespace(model="sql"))
+    if unloads == 1:
+        assert asyncio.run(check) is None
+    else:
+        with pytest.raises(VLLMNotFoundError, match="does not exist"):
+            asyncio.run(check)
+    assert looks == ["sql"] * 2
+
+
 @pytest.mark.parametrize(("is_blocked", "status"), [(False, 503), (True, 404)])
 @pytest.mark.usefixtures("response")
 @pytest.mark.parametrize("may_use", [True, False])
