@@ -89,6 +89,8 @@ async def view_of(name: str, lifecycle: Lifecycle) -> models.AdapterView | None:
     is_served, blocked = registry.serves(name), [name] if name in registry.blocked else []
     # Of a name with two rows, show what new requests get.
     leaving = None if is_served else next((one for one in registry.draining.values() if one.name == name), None)
+    if not is_served and leaving is None and not blocked:
+        return None  # without asking the engines
     views = await _views([(name, leaving)], blocked, lifecycle)
     return views[0] if views else None
 

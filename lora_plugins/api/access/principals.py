@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from urllib.parse import parse_qs
 
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lora_plugins.api.access.administrators import Administrators, forbidden
@@ -134,4 +133,7 @@ async def _refuse(
     of_anthropic = {"type": "error"} if route_path(scope).startswith("/v1/messages") else {}
     # RFC 9110 requires the header with a 401.
     headers = headers_of(refusal) | ({"WWW-Authenticate": "Bearer"} if asks_for_key else {})
+    # Late: engines and workers import this file too, and refuse nobody.
+    from starlette.responses import JSONResponse
+
     await JSONResponse(of_anthropic | body_of(refusal, status), status, headers)(scope, receive, send)
